@@ -1,0 +1,1 @@
+"""Asynchronous reinforcement learning of Llama policies, in JAX."""

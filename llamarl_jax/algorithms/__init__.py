@@ -1,0 +1,1 @@
+"""WHAT is optimized: losses, advantages, corrections; pure functions."""

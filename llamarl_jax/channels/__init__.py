@@ -1,0 +1,1 @@
+"""The paper's channels: data edges, and the movement of weights."""

@@ -1,0 +1,1 @@
+"""Model files in, run state in and out."""

@@ -1,0 +1,1 @@
+"""The paper's controller: program, loop, builder and launchers."""

@@ -1,0 +1,1 @@
+"""Prompt sources, tokenizers and chat templates."""

@@ -1,0 +1,1 @@
+"""The paper's executors: generator, reward, reference, trainer."""

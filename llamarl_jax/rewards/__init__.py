@@ -1,0 +1,1 @@
+"""Rule-based scorers: pure functions from text to named numbers."""

@@ -1,0 +1,1 @@
+"""HOW a token is drawn: keys, samplers, decode segments."""

@@ -1,0 +1,1 @@
+"""WHEN things may happen: versions, admission order, timeline records."""

@@ -1,0 +1,1 @@
+"""WHERE arrays live: meshes, rules and the slice plan between shardings."""

@@ -1,0 +1,1 @@
+"""HOW one update is made: batches, optimizer, train step."""
