@@ -264,12 +264,14 @@ class StepReport:
     outputs: host records for the next executor.
     metrics: named numbers.
     spans: stretches of work to put on the executor's track of the timeline.
+    fetched: newest version verified in the spare buffer, ready to commit.
   """
 
   status: Status
   outputs: Sequence[Any] = ()
   metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
   spans: Sequence[Span] = ()
+  fetched: Version | None = None
 
 
 class Executor(Protocol):

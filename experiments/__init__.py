@@ -1,0 +1,1 @@
+"""What can be run: each module has a `run(config, ...)` and a command."""

@@ -1,0 +1,232 @@
+"""The main job: asynchronous RL of one config, from start to report.
+
+  python -m experiments.train --config=configs/X.py --workdir=DIR
+"""
+
+from collections.abc import Mapping
+import json
+import pathlib
+import sys
+import time
+from typing import Any
+from typing import TextIO
+
+from absl import flags
+import ml_collections
+from ml_collections import config_flags
+
+from experiments import command
+from llamarl_jax import types
+from llamarl_jax.controller import builder
+from llamarl_jax.controller import controller as controller_lib
+from llamarl_jax.controller import recorder as recorder_lib
+from llamarl_jax.controller.launchers import base
+from llamarl_jax.controller.launchers import registry as launchers
+from llamarl_jax.runtime import metrics
+from llamarl_jax.runtime import report
+from llamarl_jax.runtime import run_summary
+from llamarl_jax.runtime import strict_json
+from llamarl_jax.runtime import workdir as workdir_lib
+
+_CONFIG = config_flags.DEFINE_config_file(
+  'config', 'configs/smollm2_arithmetic.py', 'Config file.', lock_config=True
+)
+_WORKDIR = flags.DEFINE_string('workdir', None, 'Folder of the run.')
+
+
+def run(
+  config: ml_collections.ConfigDict,
+  workdir: str | pathlib.Path,
+  *,
+  stream: TextIO | None = None,
+) -> dict[str, Any]:
+  """Runs a config, or goes on with it from the last checkpoint of `workdir`.
+
+  Args:
+    config: as in configs/base.py.
+    workdir: folder of the run; made where it does not exist.
+    stream: where progress is printed, None = standard output.
+
+  Returns:
+    The summary of the run, as in summary.json.
+
+  Raises:
+    command.InputError: the config, a file it names or the workdir is at fault.
+    base.ExecutorError: an executor raised or died.
+  """
+  stream = stream or sys.stdout
+  workdir = pathlib.Path(workdir).absolute()
+  settings = config.to_dict()
+  with command.checking_input():
+    workdir_lib.check(workdir, settings)
+    plan = builder.build(config, workdir)
+    launcher = launchers.make_launcher(
+      config.launcher.name,
+      plan.program.nodes,
+      address=config.launcher.address,
+      platform=config.launcher.platform,
+    )
+  try:
+    workdir_lib.prepare(workdir, settings)
+    return _run(config, workdir, plan, launcher, stream)
+  finally:
+    launcher.close()
+
+
+def _run(
+  config: ml_collections.ConfigDict,
+  workdir: pathlib.Path,
+  plan: builder.Plan,
+  launcher: base.Launcher,
+  stream: TextIO,
+) -> dict[str, Any]:
+  """Runs the plan: start, supervised steps, evaluate, train, evaluate."""
+  start = time.time()
+  handles = {node.name: launcher.start(node) for node in plan.program.nodes}
+  trainer = handles['trainer']
+  version = base.ask(launcher, trainer, 'resume')
+  described = {
+    name: dict(base.ask(launcher, handle, 'describe'))
+    for name, handle in handles.items()
+  }
+  print(plan.program.describe(described), file=stream, flush=True)
+  recorder = recorder_lib.Recorder(
+    workdir,
+    stream,
+    num_steps=config.num_steps,
+    start_step=version.batches,
+    lengths_expected=config.report.expect_truncation,
+  )
+  if version.incarnation:
+    recorder.say(f'resumed after step {version.batches}')
+  else:
+    _supervise(config, plan, launcher, trainer, recorder)
+  if 'reference' in handles:
+    if not version.incarnation:
+      base.ask(launcher, trainer, 'save_reference')
+    base.ask(launcher, handles['reference'], 'load')
+
+  controller = controller_lib.Controller(
+    controller_lib.Executors(
+      trainer=trainer,
+      generators=[handles[n.name] for n in plan.program.of_role('generator')],
+      reward=handles['reward'],
+      reference=handles.get('reference'),
+    ),
+    launcher,
+    plan.rule,
+    plan.task.training_request,
+    recorder,
+    start_version=version,
+    capacity=plan.capacity,
+    command_timeout_seconds=config.launcher.command_timeout_seconds,
+    checkpoint_every=config.trainer.checkpoint_every,
+  )
+  requests = plan.task.evaluation_requests(config.evaluation.num_problems)
+  before = _evaluate(controller, requests, recorder, 'before training')
+  recorder.begin_training()
+  controller.train()
+  after = _evaluate(controller, requests, recorder, 'after training')
+
+  facts = run_summary.RunFacts(
+    config_name=config.name,
+    seed=config.seed,
+    accuracy_before=recorder_lib.accuracy(before),
+    accuracy_after=recorder_lib.accuracy(after),
+    num_steps=controller.version.batches,
+    wall_seconds=time.time() - start,
+    training_start=recorder.training_start,
+    training_stop=recorder.training_stop,
+    num_tokens=recorder.num_tokens,
+    processes=[
+      run_summary.Process(name, **facts) for name, facts in described.items()
+    ],
+    weight_publications=recorder.num_publications,
+    weight_bytes=recorder.weight_bytes,
+    lost_groups=controller.num_lost_groups,
+    parameter_digest=base.ask(launcher, trainer, 'digest'),
+  )
+  recorder.close()
+  shown = recorder_lib.samples(before, after, config.report.num_samples)
+  return _finish(config, workdir, facts, recorder, shown)
+
+
+def _supervise(
+  config: ml_collections.ConfigDict,
+  plan: builder.Plan,
+  launcher: base.Launcher,
+  trainer: base.Handle,
+  recorder: recorder_lib.Recorder,
+) -> None:
+  """Gives a model from scratch its start."""
+  settings = config.supervised
+  for step in range(settings.num_steps):
+    examples = plan.task.examples(
+      step * settings.batch_size, settings.batch_size
+    )
+    answer = base.ask(launcher, trainer, 'supervise', examples)
+    recorder.report('trainer', answer)
+    done = step + 1
+    if done % 50 == 0 or done == settings.num_steps:
+      loss = answer.metrics['loss']
+      recorder.say(
+        f'supervised step {done}/{settings.num_steps}  loss {loss:.3f}'
+      )
+
+
+def _evaluate(
+  controller: controller_lib.Controller,
+  requests: list[types.Request],
+  recorder: recorder_lib.Recorder,
+  name: str,
+) -> list[types.Group]:
+  """Returns the requests answered greedily by the current policy."""
+  start = time.time()
+  groups = controller.evaluate(requests)
+  recorder.evaluation(
+    name,
+    controller.version.batches,
+    recorder_lib.accuracy(groups),
+    time.time() - start,
+  )
+  return groups
+
+
+def _finish(
+  config: ml_collections.ConfigDict,
+  workdir: pathlib.Path,
+  facts: run_summary.RunFacts,
+  recorder: recorder_lib.Recorder,
+  samples: list[Mapping[str, Any]],
+) -> dict[str, Any]:
+  """Writes summary.json and report.html, and prints the table at the end."""
+  records = metrics.read_records(workdir / 'metrics.jsonl')
+  tracks = recorder.timeline.tracks
+  summary = run_summary.build_summary(facts, records, tracks)
+  strict_json.write_text(
+    workdir / 'samples.json', json.dumps(samples, indent=2) + '\n'
+  )
+  report.write_report(
+    workdir / 'report.html',
+    records=records,
+    summary=summary,
+    tracks=tracks,
+    samples=samples,
+    config=config.to_dict(),
+  )
+  strict_json.write_text(
+    workdir / 'summary.json', json.dumps(summary, indent=2) + '\n'
+  )
+  recorder.say('\n' + run_summary.final_table(summary, records, workdir))
+  return summary
+
+
+def main() -> None:
+  """Runs the command."""
+  if not _WORKDIR.value:
+    raise command.InputError('--workdir is missing; give a folder for the run')
+  run(_CONFIG.value, _WORKDIR.value)
+
+
+if __name__ == '__main__':
+  command.run(main)

@@ -1,0 +1,320 @@
+"""The door: reads a config once and gives plain parts to everything behind it.
+
+Nothing here starts a process or touches a device, so that every fault of a
+config, a model file or a problem file shows before anything runs.
+"""
+
+import dataclasses
+import pathlib
+
+import jax
+import ml_collections
+
+from llamarl_jax.algorithms import registry
+from llamarl_jax.channels import registry as channels
+from llamarl_jax.channels import weights
+from llamarl_jax.controller import checks
+from llamarl_jax.controller import problems
+from llamarl_jax.controller import program as program_lib
+from llamarl_jax.executors import generator
+from llamarl_jax.executors import reference
+from llamarl_jax.executors import reward
+from llamarl_jax.executors import trainer
+from llamarl_jax.models import config as config_lib
+from llamarl_jax.models import llama
+from llamarl_jax.scheduling import admission
+from llamarl_jax.sharding import rules
+from llamarl_jax.training import optimizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+  """Everything a run is made of, checked and not yet started.
+
+  Attributes:
+    program: executors and channels.
+    rule: of admission.
+    task: problems as requests.
+    transport: name of the weight transport in use.
+    capacity: groups a generator replica may hold at a time.
+  """
+
+  program: program_lib.Program
+  rule: admission.AdmissionRule
+  task: problems.Task
+  transport: str
+  capacity: int
+
+
+def build(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> Plan:
+  """Returns the plan of a run.
+
+  Args:
+    config: as in configs/base.py.
+    workdir: where the run writes; nothing is written yet.
+
+  Raises:
+    ValueError: the config or one of its files is at fault; says which field
+      or line, and the remedy.
+    FileNotFoundError: a file is missing; says how to get it.
+  """
+  checks.check_config(config)
+  model = problems.load_model(config)
+  task = problems.make_task(config, model.tokenizer, model.chat_template)
+  transport = _transport(config)
+  settings = weights.TransportSettings(
+    deadline_seconds=config.weights.deadline_seconds,
+    directory=str(workdir / 'weights'),
+  )
+  nodes = [
+    _trainer_node(config, model, workdir, transport, settings),
+    *(
+      _generator_node(config, model, i, transport, settings)
+      for i in range(config.generator.num_replicas)
+    ),
+    _reward_node(config),
+  ]
+  if config.algorithm.kl_coefficient > 0:
+    nodes.append(_reference_node(config, model, workdir))
+  program = program_lib.Program(
+    nodes=nodes,
+    edges=_edges(config, model.source.model, transport),
+    notes=_notes(config, model.source.model),
+  )
+  program.validate()
+  return Plan(
+    program=program,
+    rule=admission.AdmissionRule(
+      config.batch_size, config.num_steps, config.max_staleness
+    ),
+    task=task,
+    transport=transport,
+    # One round waits while another is decoded, so that no slot idles between.
+    capacity=2 * (config.generator.num_slots // config.group_size),
+  )
+
+
+def _transport(config: ml_collections.ConfigDict) -> str:
+  if config.launcher.name == 'local' and config.weights.transport == 'transfer':
+    return 'device_put'
+  return channels.select_transport(config.weights.transport).name
+
+
+def _loss_arguments(config: ml_collections.ConfigDict) -> dict[str, object]:
+  algorithm = config.algorithm
+  return {
+    'name': algorithm.loss,
+    'max_importance_ratio': algorithm.max_importance_ratio,
+    'clip_low': algorithm.clip_low,
+    'clip_high': algorithm.clip_high,
+    'reduction': algorithm.reduction,
+    'constant_length': config.generator.max_new_tokens,
+    'kl_estimator': algorithm.kl_estimator,
+    'kl_coefficient': algorithm.kl_coefficient,
+  }
+
+
+def _trainer_node(
+  config: ml_collections.ConfigDict,
+  model: problems.Model,
+  workdir: pathlib.Path,
+  transport: str,
+  settings: weights.TransportSettings,
+) -> program_lib.Node:
+  c = config.trainer
+  advantage = {
+    'name': config.algorithm.advantage,
+    'normalize_std': config.algorithm.normalize_advantage,
+  }
+  shared = {
+    'b1': c.b1,
+    'b2': c.b2,
+    'epsilon': c.epsilon,
+    'weight_decay': c.weight_decay,
+    'clip_norm': c.clip_norm,
+  }
+  update = {
+    'learning_rate': c.learning_rate,
+    'schedule': c.schedule,
+    'warmup_steps': c.warmup_steps,
+    'num_steps': config.num_steps * c.num_minibatches,
+    **shared,
+  }
+  supervised_update = {
+    'learning_rate': config.supervised.learning_rate,
+    'warmup_steps': config.supervised.warmup_steps,
+    **shared,
+  }
+  # Made here only to be checked: the trainer makes its own.
+  registry.make_loss(**_loss_arguments(config))
+  registry.make_advantage(**advantage)
+  optimizer.make_optimizer(**update)
+  optimizer.make_optimizer(**supervised_update)
+  mesh = checks.trainer_mesh(config)
+  return program_lib.Node(
+    name='trainer',
+    role='trainer',
+    factory=trainer.TrainerExecutor,
+    arguments={
+      'settings': trainer.TrainerSettings(
+        source=model.source,
+        mesh=mesh,
+        loss=_loss_arguments(config),
+        advantage=advantage,
+        optimizer=update,
+        supervised_optimizer=supervised_update,
+        temperature=config.generator.temperature,
+        max_new_tokens=config.generator.max_new_tokens,
+        pad_token=model.tokenizer.pad_id,
+        num_micro_batches=checks.num_micro_batches(config),
+        num_minibatches=c.num_minibatches,
+        length_multiple=c.length_multiple,
+        checkpoints=str(workdir / 'checkpoints'),
+        keep_checkpoints=c.keep_checkpoints,
+        transport=transport,
+        transport_settings=settings,
+        reference_folder=str(workdir / 'reference'),
+      )
+    },
+    num_devices=c.num_devices,
+    mesh=mesh,
+  )
+
+
+def generator_settings(
+  config: ml_collections.ConfigDict, model: problems.Model
+) -> generator.GeneratorSettings:
+  """Returns the settings of a generator, as evaluation uses them too."""
+  c = config.generator
+  return generator.GeneratorSettings(
+    model=model.source.model,
+    mesh=checks.generator_mesh(config),
+    tokenizer=model.tokenizer,
+    seed=config.seed,
+    num_slots=c.num_slots,
+    segment_length=c.segment_length,
+    max_prompt_length=c.max_prompt_length,
+    max_new_tokens=c.max_new_tokens,
+  )
+
+
+def reward_arguments(config: ml_collections.ConfigDict) -> dict[str, object]:
+  """Returns the arguments of the reward executor."""
+  c = config.reward
+  return problems.reward_arguments(
+    c.scorer, num_workers=c.num_workers, timeout_seconds=c.timeout_seconds
+  )
+
+
+def _generator_node(
+  config: ml_collections.ConfigDict,
+  model: problems.Model,
+  index: int,
+  transport: str,
+  settings: weights.TransportSettings,
+) -> program_lib.Node:
+  name = f'generator_{index}'
+  return program_lib.Node(
+    name=name,
+    role='generator',
+    factory=generator.GeneratorExecutor,
+    arguments={
+      'name': name,
+      'settings': generator_settings(config, model),
+      'transport': transport,
+      'transport_settings': settings,
+    },
+    num_devices=config.generator.num_devices,
+    mesh=checks.generator_mesh(config),
+  )
+
+
+def _reward_node(config: ml_collections.ConfigDict) -> program_lib.Node:
+  return program_lib.Node(
+    name='reward',
+    role='reward',
+    factory=_make_reward,
+    arguments=reward_arguments(config),
+    num_devices=0,
+  )
+
+
+def _make_reward(
+  devices: object, **arguments: object
+) -> reward.RewardExecutor:
+  """Makes a reward executor, which has no use for devices."""
+  del devices
+  return reward.RewardExecutor(**arguments)
+
+
+def _reference_node(
+  config: ml_collections.ConfigDict,
+  model: problems.Model,
+  workdir: pathlib.Path,
+) -> program_lib.Node:
+  c = config.generator
+  mesh = checks.trainer_mesh(config)
+  return program_lib.Node(
+    name='reference',
+    role='reference',
+    factory=reference.ReferenceExecutor,
+    arguments={
+      'settings': reference.ReferenceSettings(
+        model=model.source.model,
+        mesh=mesh,
+        folder=str(workdir / 'reference'),
+        temperature=c.temperature,
+        max_new_tokens=c.max_new_tokens,
+        pad_token=model.tokenizer.pad_id,
+        rows=config.trainer.micro_batch_size,
+        row_length=c.max_prompt_length + c.max_new_tokens,
+      )
+    },
+    num_devices=config.trainer.num_devices,
+    mesh=mesh,
+  )
+
+
+def _edges(
+  config: ml_collections.ConfigDict,
+  model: config_lib.LlamaConfig,
+  transport: str,
+) -> list[program_lib.Edge]:
+  """Returns the channels, in the order of the data flow."""
+  with_reference = config.algorithm.kl_coefficient > 0
+  judge = 'reference' if with_reference else 'reward'
+  size = 4 * config_lib.num_parameters(model)
+  edges = [
+    program_lib.Edge('controller', 'generator', 'SCATTER', 'prompts'),
+    program_lib.Edge('generator', 'reward', 'GATHER', 'completions'),
+  ]
+  if with_reference:
+    edges.append(
+      program_lib.Edge('reward', 'reference', 'BROADCAST', 'scored groups')
+    )
+  edges += [
+    program_lib.Edge(judge, 'trainer', 'BROADCAST', 'batches'),
+    program_lib.Edge(
+      'trainer',
+      'generator',
+      'WEIGHTS',
+      f'{transport}, {size / 1e6:.1f} MB a publication and replica',
+    ),
+  ]
+  return edges
+
+
+def _notes(
+  config: ml_collections.ConfigDict, model: config_lib.LlamaConfig
+) -> list[str]:
+  """Returns what the sharding rules could not do as asked."""
+  specs = llama.abstract_params(model)
+  notes = []
+  for role, axes, table in (
+    ('trainer', checks.trainer_mesh(config), rules.TRAINER_RULES),
+    ('generator', checks.generator_mesh(config), rules.GENERATOR_RULES),
+  ):
+    mesh = jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes))
+    _, replicated = rules.shardings(specs, mesh, table)
+    notes += [f'{role}: {note}' for note in replicated]
+  return notes

@@ -1,0 +1,164 @@
+"""Checks of a config that need nothing but the config.
+
+Each fault is one error that names the field, its value and the remedy. What
+the parts check of themselves (losses, optimizer, problem files, mesh) is left
+to them; the builder makes those parts before anything starts.
+"""
+
+import math
+
+import ml_collections
+
+_POSITIVE = (
+  'num_steps',
+  'batch_size',
+  'group_size',
+  'reward.num_workers',
+  'reward.timeout_seconds',
+  'generator.num_replicas',
+  'generator.num_slots',
+  'generator.segment_length',
+  'generator.max_prompt_length',
+  'generator.max_new_tokens',
+  'generator.temperature',
+  'generator.num_devices',
+  'generator.tensor',
+  'trainer.micro_batch_size',
+  'trainer.num_minibatches',
+  'trainer.length_multiple',
+  'trainer.num_devices',
+  'trainer.data',
+  'trainer.fsdp',
+  'trainer.tensor',
+  'trainer.checkpoint_every',
+  'trainer.keep_checkpoints',
+  'supervised.batch_size',
+  'evaluation.num_problems',
+  'weights.deadline_seconds',
+  'launcher.max_simulated_devices',
+  'launcher.command_timeout_seconds',
+)
+_NOT_NEGATIVE = ('max_staleness', 'supervised.num_steps', 'report.num_samples')
+_CHOICES = {
+  'model.source': ('gguf', 'scratch'),
+  'launcher.name': ('local', 'ray'),
+  'launcher.platform': ('cpu', 'gpu', 'tpu'),
+  'weights.transport': ('device_put', 'filesystem', 'transfer'),
+}
+
+
+def check_config(config: ml_collections.ConfigDict) -> None:
+  """Checks numbers, names and how they go together.
+
+  Raises:
+    ValueError: names the first field at fault, its value and the remedy.
+  """
+  for field in _POSITIVE:
+    value = _get(config, field)
+    if not value > 0:
+      raise ValueError(f'{field}={value} must be above 0')
+  for field in _NOT_NEGATIVE:
+    value = _get(config, field)
+    if value < 0:
+      raise ValueError(f'{field}={value} must be 0 or more')
+  for field, choices in _CHOICES.items():
+    value = _get(config, field)
+    if value not in choices:
+      raise ValueError(f'{field}={value!r} must be one of {list(choices)}')
+  _check_group(config)
+  _check_batch(config)
+  _check_devices(config)
+  _check_transport(config)
+
+
+def num_micro_batches(config: ml_collections.ConfigDict) -> int:
+  """Returns the forward and backward passes of one update."""
+  rows = config.batch_size * config.group_size
+  return rows // (
+    config.trainer.num_minibatches * config.trainer.micro_batch_size
+  )
+
+
+def trainer_mesh(config: ml_collections.ConfigDict) -> dict[str, int]:
+  """Returns the sizes of the trainer's mesh axes."""
+  trainer = config.trainer
+  return {'data': trainer.data, 'fsdp': trainer.fsdp, 'tensor': trainer.tensor}
+
+
+def generator_mesh(config: ml_collections.ConfigDict) -> dict[str, int]:
+  """Returns the sizes of a generator's mesh axes."""
+  return {'tensor': config.generator.tensor}
+
+
+def _check_group(config: ml_collections.ConfigDict) -> None:
+  size = config.group_size
+  if size < 2:
+    raise ValueError(
+      f'group_size={size}: advantages compare the completions of a group, so'
+      ' it must be at least 2'
+    )
+  slots = config.generator.num_slots
+  if slots < size:
+    raise ValueError(
+      f'generator.num_slots={slots} must be at least group_size={size}: a'
+      ' group is decoded side by side'
+    )
+
+
+def _check_batch(config: ml_collections.ConfigDict) -> None:
+  rows = config.batch_size * config.group_size
+  trainer = config.trainer
+  part = trainer.num_minibatches * trainer.micro_batch_size
+  if rows % part:
+    raise ValueError(
+      f'trainer.micro_batch_size={trainer.micro_batch_size} (times'
+      f' num_minibatches={trainer.num_minibatches}) does not divide the batch'
+      f' of batch_size * group_size = {rows} rows; choose a divisor'
+    )
+  for field, size in (
+    ('trainer.micro_batch_size', trainer.micro_batch_size),
+    ('supervised.batch_size', config.supervised.batch_size),
+  ):
+    shards = trainer.data * trainer.fsdp
+    if size % shards:
+      raise ValueError(
+        f'{field}={size} does not divide over trainer.data * trainer.fsdp ='
+        f' {shards} devices; choose a multiple of {shards}'
+      )
+
+
+def _check_devices(config: ml_collections.ConfigDict) -> None:
+  meshes = {
+    'trainer': trainer_mesh(config),
+    'generator': generator_mesh(config),
+  }
+  for role, mesh in meshes.items():
+    num_devices = config[role].num_devices
+    axes = ' * '.join(f'{role}.{axis}' for axis in mesh)
+    if math.prod(mesh.values()) != num_devices:
+      raise ValueError(
+        f'{role}.num_devices={num_devices} must be {axes} ='
+        f' {math.prod(mesh.values())}'
+      )
+    limit = config.launcher.max_simulated_devices
+    if config.launcher.platform == 'cpu' and num_devices > limit:
+      raise ValueError(
+        f'{role}.num_devices={num_devices}: a CPU process simulates at most'
+        f' launcher.max_simulated_devices={limit}; ask for fewer'
+      )
+
+
+def _check_transport(config: ml_collections.ConfigDict) -> None:
+  name, launcher = config.weights.transport, config.launcher.name
+  if name == 'device_put' and launcher == 'ray':
+    raise ValueError(
+      "weights.transport='device_put' works inside one process only; with"
+      " launcher.name='ray' use 'transfer' or 'filesystem'"
+    )
+
+
+def _get(config: ml_collections.ConfigDict, field: str) -> float:
+  value = config
+  for name in field.split('.'):
+    value = value[name]
+  return value

@@ -1,0 +1,363 @@
+"""The one loop of the project: sends commands, moves records, keeps order.
+
+The controller owns all queues and decides what every executor does next;
+executors obey. It never initializes a JAX backend. Under the local launcher
+each command runs when it is sent, so the same loop is the sequential program.
+"""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+import dataclasses
+import time
+from typing import Any
+from typing import Protocol
+
+from llamarl_jax import types
+from llamarl_jax.channels import gather
+from llamarl_jax.channels import scatter
+from llamarl_jax.channels import weights
+from llamarl_jax.controller.launchers import base
+from llamarl_jax.scheduling import admission
+
+
+class Observer(Protocol):
+  """Sees what the controller sees; recording is all it does."""
+
+  def report(self, executor: str, report: types.StepReport) -> None:
+    """Takes the report of an executor, by its name."""
+
+  def train_step(
+    self,
+    groups: Sequence[types.Group],
+    metrics: Mapping[str, Any],
+    busy_since: Mapping[str, float],
+  ) -> None:
+    """Takes the facts of a train step.
+
+    Args:
+      groups: the batch it trained on.
+      metrics: of the trainer.
+      busy_since: by executor at work, when its command was sent, in seconds
+        since the epoch.
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class Executors:
+  """The started executors, by role."""
+
+  trainer: base.Handle
+  generators: Sequence[base.Handle]
+  reward: base.Handle
+  reference: base.Handle | None = None
+
+
+@dataclasses.dataclass
+class _Replica:
+  """What the controller knows of one generator replica."""
+
+  handle: base.Handle
+  capacity: int  # Groups it may hold, waiting or being generated.
+  destination: weights.Destination | None = None
+  held: types.Version | None = None
+  fetched: types.Version | None = None
+  manifest: weights.Manifest | None = None
+  fetching: bool = False
+  outstanding: int = 0
+  busy: bool = False
+
+
+@dataclasses.dataclass
+class _Worker:
+  """A reward or reference executor with the groups that wait for it."""
+
+  handle: base.Handle
+  queue: list[types.Group] = dataclasses.field(default_factory=list)
+  busy: bool = False
+
+
+class Controller:
+  """Runs executors and channels until every batch is trained on."""
+
+  def __init__(
+    self,
+    executors: Executors,
+    launcher: base.Launcher,
+    rule: admission.AdmissionRule,
+    make_request: Callable[[int], types.Request],
+    observer: Observer,
+    *,
+    start_version: types.Version,
+    capacity: int,
+    command_timeout_seconds: float,
+    checkpoint_every: int,
+  ):
+    """Takes the parts.
+
+    Args:
+      executors: the started executors.
+      launcher: that started them.
+      rule: of admission, for the whole run.
+      make_request: gives the training request of an admission index.
+      observer: of what happens.
+      start_version: of the trainer; its batches are those already trained.
+      capacity: groups a generator replica may hold at a time.
+      command_timeout_seconds: silence of all executors that counts as failure.
+      checkpoint_every: train steps between checkpoints.
+    """
+    self._launcher = launcher
+    self._rule = rule
+    self._make_request = make_request
+    self._observer = observer
+    self._timeout = command_timeout_seconds
+    self._checkpoint_every = checkpoint_every
+    self._trainer = executors.trainer
+    self._trainer_busy = False
+    self._replicas = [_Replica(h, capacity) for h in executors.generators]
+    self._reward = _Worker(executors.reward)
+    self._reference = (
+      _Worker(executors.reference) if executors.reference else None
+    )
+    self._prompts = scatter.Scatter('controller', 'generator')
+    self._completions = gather.Gather('generator', 'reward')
+    self._version = start_version
+    self._published: types.Version | None = None
+    self._next_index = start_version.batches * rule.batch_size
+    self._assembler: admission.BatchAssembler[types.Group] = (
+      admission.BatchAssembler(rule, start_version.batches)
+    )
+    self._training = False
+    self._evaluation: list[types.Request] = []
+    self._evaluated: list[types.Group] = []
+    self._pending: dict[base.Future, Callable[[Any], None]] = {}
+    # By executor with a 'step' under way, when the command was sent.
+    self._busy_since: dict[str, float] = {}
+
+  @property
+  def version(self) -> types.Version:
+    """The version of the trainer's parameters."""
+    return self._version
+
+  @property
+  def num_lost_groups(self) -> int:
+    """Groups admitted in this run that were not trained on."""
+    trained = self._assembler.next_batch * self._rule.batch_size
+    return self._next_index - trained
+
+  def evaluate(self, requests: Sequence[types.Request]) -> list[types.Group]:
+    """Returns the requests answered by the current policy, and scored.
+
+    Args:
+      requests: of the evaluation stream, in admission order.
+    """
+    self._evaluation, self._evaluated = list(requests), []
+    self._drive(lambda: len(self._evaluated) == len(requests))
+    return sorted(
+      self._evaluated, key=lambda group: group.request.admission_index
+    )
+
+  def train(self) -> None:
+    """Trains until every batch is consumed and its policy is published."""
+    self._training = True
+    self._drive(
+      lambda: (
+        self._version.batches == self._rule.num_batches
+        and not self._trainer_busy
+        and all(r.held == self._version for r in self._replicas)
+      )
+    )
+    self._training = False
+
+  def _drive(self, done: Callable[[], bool]) -> None:
+    """Dispatches commands and takes answers until `done()`."""
+    while not done():
+      self._dispatch()
+      if not self._pending:
+        raise RuntimeError(
+          'deadlock: no executor has work. '
+          f'trainer at {self._version}, next group {self._next_index},'
+          f' replicas hold {[r.held for r in self._replicas]}'
+        )
+      ready = self._launcher.wait(list(self._pending), self._timeout)
+      for future in ready:
+        self._pending.pop(future)(future.result())
+
+  def _call(
+    self,
+    handle: base.Handle,
+    then: Callable[[Any], None],
+    method: str,
+    *args: Any,
+  ) -> None:
+    """Sends a command; its answer goes to `then`."""
+    self._pending[handle.call(method, *args)] = then
+
+  def _step(
+    self,
+    handle: base.Handle,
+    then: Callable[[types.StepReport], None],
+    inputs: Sequence[Any],
+    commit_version: types.Version | None = None,
+  ) -> None:
+    """Sends the command `step`; its report goes to the observer and `then`."""
+
+    def finish(report: types.StepReport) -> None:
+      self._busy_since.pop(handle.name, None)
+      self._observer.report(handle.name, report)
+      then(report)
+
+    self._busy_since[handle.name] = time.time()
+    self._call(handle, finish, 'step', inputs, commit_version)
+
+  def _dispatch(self) -> None:
+    """Gives every idle executor what it may do now."""
+    self._publish_if_due()
+    if self._training and not self._trainer_busy and self._assembler.ready():
+      self._trainer_busy = True
+      batch = self._assembler.take()
+      self._step(
+        self._trainer,
+        lambda report: self._after_train_step(batch, report),
+        batch,
+      )
+    for worker in filter(None, (self._reward, self._reference)):
+      if worker.queue and not worker.busy:
+        self._feed(worker)
+    self._dispatch_generators()
+
+  # Weights.
+
+  def _publish_if_due(self) -> None:
+    """Publishes the newest version once no replica is fetching an older one.
+
+    At most one version is outstanding, so the trainer keeps one copy; a
+    version that was overtaken meanwhile is never published.
+    """
+    due = self._published is None or self._published < self._version
+    idle = not any(r.fetching or r.manifest for r in self._replicas)
+    if self._trainer_busy or not due or not idle:
+      return
+    self._published = self._version
+    self._call(self._trainer, self._note_trainer, 'publish')
+    for replica in self._replicas:
+      replica.fetching = True
+      if replica.destination is None:
+        replica.destination = base.ask(
+          self._launcher, replica.handle, 'destination'
+        )
+      self._call(
+        self._trainer,
+        lambda manifest, r=replica: setattr(r, 'manifest', manifest),
+        'offer',
+        replica.destination,
+      )
+
+  def _note_trainer(self, report: types.StepReport) -> None:
+    self._observer.report(self._trainer.name, report)
+
+  # Training.
+
+  def _after_train_step(
+    self, batch: Sequence[types.Group], report: types.StepReport
+  ) -> None:
+    self._trainer_busy = False
+    self._version = self._version._replace(batches=self._version.batches + 1)
+    self._observer.train_step(batch, report.metrics, self._busy_since)
+    last = self._version.batches == self._rule.num_batches
+    if last or self._version.batches % self._checkpoint_every == 0:
+      self._publish_if_due()  # Generators need not wait for the disk.
+      self._call(self._trainer, self._note_trainer, 'save')
+
+  # Generation.
+
+  def _dispatch_generators(self) -> None:
+    idle = [r for r in self._replicas if not r.busy]
+    for replica in idle:
+      if replica.manifest is not None:
+        replica.busy = True
+        manifest, replica.manifest = replica.manifest, None
+        self._call(
+          replica.handle,
+          lambda _, r=replica: setattr(r, 'busy', False),
+          'begin_fetch',
+          manifest,
+        )
+    idle = [r for r in idle if not r.busy]
+    commits = [self._commit_of(replica) for replica in idle]
+    requests = self._admit(idle)
+    for replica, commit, inputs in zip(idle, commits, requests, strict=True):
+      if inputs or commit or replica.outstanding or replica.fetching:
+        replica.outstanding += len(inputs)
+        replica.busy = True
+        replica.held = commit or replica.held
+        self._step(
+          replica.handle,
+          lambda report, r=replica: self._after_generation(r, report),
+          inputs,
+          commit,
+        )
+
+  def _commit_of(self, replica: _Replica) -> types.Version | None:
+    """Returns the version the replica should flip to now, if any."""
+    fetched, held = replica.fetched, replica.held
+    if fetched is not None and (held is None or held < fetched):
+      return fetched
+    return None
+
+  def _admit(
+    self, replicas: Sequence[_Replica]
+  ) -> Sequence[Sequence[types.Request]]:
+    """Returns for each idle replica the requests it is to start now."""
+    counts, requests = [], []
+    for replica in replicas:
+      version = self._commit_of(replica) or replica.held
+      room = replica.capacity - replica.outstanding
+      more: list[types.Request] = []
+      # An evaluation is of one policy: the newest.
+      if self._evaluation and version == self._version:
+        more = self._evaluation[:room]
+        self._evaluation = self._evaluation[room:]
+      elif self._training and version is not None:
+        count = self._rule.num_admissible(
+          self._next_index, version.batches, room
+        )
+        stop = self._next_index + count
+        more = [self._make_request(i) for i in range(self._next_index, stop)]
+        self._next_index = stop
+      counts.append(len(more))
+      requests.extend(more)
+    return self._prompts.route(requests, counts)
+
+  def _after_generation(
+    self, replica: _Replica, report: types.StepReport
+  ) -> None:
+    replica.busy = False
+    if report.fetched is not None and report.fetched != replica.fetched:
+      replica.fetched = report.fetched
+      replica.fetching = False
+    replica.outstanding -= len(report.outputs)
+    self._reward.queue = self._completions.merge(
+      [self._reward.queue, report.outputs]
+    )
+
+  # Scoring.
+
+  def _feed(self, worker: _Worker) -> None:
+    groups, worker.queue = worker.queue, []
+    worker.busy = True
+    self._step(
+      worker.handle,
+      lambda report: self._after_scoring(worker, report),
+      groups,
+    )
+
+  def _after_scoring(self, worker: _Worker, report: types.StepReport) -> None:
+    worker.busy = False
+    for group in report.outputs:
+      if group.request.stream == types.Stream.EVALUATION:
+        self._evaluated.append(group)
+      elif worker is self._reward and self._reference is not None:
+        self._reference.queue.append(group)
+      else:
+        self._assembler.add(group.request.admission_index, group)

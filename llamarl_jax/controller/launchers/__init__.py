@@ -1,0 +1,1 @@
+"""Launchers: where the executors of a program run."""

@@ -1,0 +1,213 @@
+"""Writes down what the controller sees: metrics, timeline, progress, samples.
+
+It only looks on; nothing a run decides depends on it.
+"""
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+import pathlib
+import time
+from typing import Any
+from typing import TextIO
+
+import numpy as np
+
+from llamarl_jax import types
+from llamarl_jax.runtime import clock as clock_lib
+from llamarl_jax.runtime import metrics as metrics_lib
+from llamarl_jax.runtime import progress as progress_lib
+from llamarl_jax.runtime import timeline as timeline_lib
+from llamarl_jax.scheduling import timeline_records
+
+
+class Recorder:
+  """The observer of a run with a workdir; see `controller.Observer`."""
+
+  def __init__(
+    self,
+    workdir: pathlib.Path,
+    stream: TextIO,
+    *,
+    num_steps: int,
+    start_step: int,
+    lengths_expected: bool,
+  ):
+    """Opens the files of the workdir.
+
+    Args:
+      workdir: an existing folder.
+      stream: where progress is printed.
+      num_steps: of the whole run.
+      start_step: steps done before, in earlier lives of the run.
+      lengths_expected: whether completions cut by their limit are normal.
+    """
+    self._path = workdir
+    self._stream = stream
+    self.start = time.time()
+    timeline_path = workdir / 'timeline.json'
+    if start_step and timeline_path.exists():
+      self.timeline = timeline_lib.Timeline(
+        *timeline_lib.read_timeline(timeline_path)
+      )
+    else:
+      self.timeline = timeline_lib.Timeline(self.start)
+    self._writer = metrics_lib.MultiWriter(
+      [
+        metrics_lib.JsonlWriter(
+          workdir / 'metrics.jsonl',
+          run_start=self.timeline.run_start,
+          resume_step=start_step,
+        ),
+        metrics_lib.TensorBoardWriter(
+          workdir / 'tensorboard', resume_step=start_step
+        ),
+      ]
+    )
+    self._progress = progress_lib.Progress(
+      stream, num_steps, lengths_expected=lengths_expected
+    )
+    self._time_left = clock_lib.TimeLeft(num_steps)
+    self._step = start_step
+    self._window_start = self.start
+    self._step_bytes = 0
+    self.training_start = self.training_stop = self.start
+    self.num_tokens = 0
+    self.weight_bytes = 0
+    self._versions: set[types.Version] = set()
+
+  @property
+  def num_publications(self) -> int:
+    """Versions that a replica has fetched and verified."""
+    return len(self._versions)
+
+  def begin_training(self) -> None:
+    """Opens the window in which speed and bubbles are measured."""
+    now = time.time()
+    self.training_start = self.training_stop = self._window_start = now
+    self._time_left.record(self._step, now)
+
+  def report(self, executor: str, report: types.StepReport) -> None:
+    """Takes the report of any executor."""
+    self.timeline.add(executor, report.spans)
+    if report.fetched is not None and 'fetch_bytes' in report.metrics:
+      self._versions.add(report.fetched)
+      size = int(report.metrics['fetch_bytes'])
+      self.weight_bytes += size
+      self._step_bytes += size
+
+  def train_step(
+    self,
+    groups: Sequence[types.Group],
+    metrics: Mapping[str, Any],
+    busy_since: Mapping[str, float],
+  ) -> None:
+    """Takes the facts of a train step.
+
+    Args:
+      groups: the batch.
+      metrics: of the trainer.
+      busy_since: by executor at work, when its command was sent; that work
+        is not on the timeline yet.
+    """
+    now = time.time()
+    tokens = sum(c.tokens.size for g in groups for c in g.completions)
+    self.num_tokens += tokens
+    seconds = max(now - self._window_start, 1e-9)
+    record = {
+      **metrics,
+      'step_seconds': seconds,
+      'tokens_per_second': tokens / seconds,
+      'generate_seconds': self._seconds('segment', now),
+      'publish_seconds': self._seconds('publish', now),
+      'weight_bytes': self._step_bytes,
+      **self._bubbles(now, busy_since),
+    }
+    self._writer.write(self._step, record)
+    self._step += 1
+    self._time_left.record(self._step, now)
+    self._progress.step(self._step, record, self._time_left.seconds())
+    self._window_start = self.training_stop = now
+    self._step_bytes = 0
+
+  def supervised(
+    self, step: int, num_steps: int, metrics: Mapping[str, float]
+  ) -> None:
+    """Prints the progress of supervised steps."""
+    self.say(f'supervised step {step}/{num_steps}  loss {metrics["loss"]:.3f}')
+
+  def evaluation(
+    self, name: str, step: int, accuracy: float, seconds: float
+  ) -> None:
+    """Takes the outcome of an evaluation."""
+    self._writer.write(step, {'eval_accuracy': accuracy})
+    self._progress.evaluation(name, accuracy, seconds)
+
+  def say(self, text: str) -> None:
+    """Prints a line."""
+    print(text, file=self._stream, flush=True)
+
+  def close(self) -> None:
+    """Writes the timeline and closes the files."""
+    self.timeline.write(self._path / 'timeline.json')
+    self._writer.close()
+
+  def _seconds(self, name: str, now: float) -> float:
+    """Returns the time spans of that name took since the last train step."""
+    spans = timeline_records.spans_named(self.timeline.tracks, name)
+    return timeline_records.busy_seconds(spans, self._window_start, now)
+
+  def _bubbles(
+    self, now: float, busy_since: Mapping[str, float]
+  ) -> dict[str, float]:
+    """Returns the idle share of each executor since the last train step."""
+    bubbles = {}
+    for name, spans in self.timeline.tracks.items():
+      recent = [s for s in spans if s.stop > self._window_start]
+      if name in busy_since:
+        recent.append(types.Span('under way', busy_since[name], now))
+      bubbles[f'bubble_{name}'] = timeline_records.bubble_fraction(
+        recent,
+        self._window_start,
+        now,
+        idle_names=timeline_records.IDLE_NAMES,
+      )
+    return bubbles
+
+
+def accuracy(groups: Sequence[types.Group]) -> float:
+  """Returns the share of completions whose reward part 'correct' is 1."""
+  correct = [
+    parts['correct'] for group in groups for parts in group.rewards or ()
+  ]
+  return float(np.mean(correct)) if correct else 0.0
+
+
+def samples(
+  before: Sequence[types.Group], after: Sequence[types.Group], count: int
+) -> list[dict[str, Any]]:
+  """Returns completions of the same problems before and after training.
+
+  Problems whose outcome changed come first, as they show what was learned.
+
+  Args:
+    before: evaluated groups, the first completion of each is shown.
+    after: of the same problems, in the same order.
+    count: how many.
+  """
+  rows = []
+  for old, new in zip(before, after, strict=True):
+    if old.rewards is None or new.rewards is None:
+      continue
+    rows.append(
+      {
+        'question': old.request.problem.question or old.request.problem.prompt,
+        'prompt': old.request.problem.prompt,
+        'expected': old.request.problem.answer,
+        'before': old.completions[0].text,
+        'after': new.completions[0].text,
+        'correct_before': old.rewards[0]['correct'] == 1.0,
+        'correct_after': new.rewards[0]['correct'] == 1.0,
+      }
+    )
+  rows.sort(key=lambda row: row['correct_before'] == row['correct_after'])
+  return rows[:count]

@@ -1,0 +1,177 @@
+"""How a problem becomes the text of a prompt: plainly, or as a chat.
+
+Chat templates come with the model file and are rendered in jinja's sandbox,
+as they are code written by others.
+"""
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+import dataclasses
+import string
+from typing import Any
+from typing import Protocol
+
+import jinja2
+import jinja2.sandbox
+
+
+class PromptFormat(Protocol):
+  """Turns the fields of a problem into the text the policy continues."""
+
+  def render(self, fields: Mapping[str, Any]) -> str:
+    """Returns the prompt."""
+
+  def field_names(self) -> frozenset[str]:
+    """Returns the fields `render` needs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PlainPrompt:
+  """A prompt that is a filled-in template and nothing else.
+
+  Attributes:
+    template: text with fields in braces, such as '{question} ='; a literal
+      brace is written twice.
+  """
+
+  template: str = '{question}'
+
+  def __post_init__(self):
+    _field_names(self.template)
+
+  def render(self, fields: Mapping[str, Any]) -> str:
+    """Returns the template with its fields filled in."""
+    return _fill(self.template, fields)
+
+  def field_names(self) -> frozenset[str]:
+    """Returns the fields `render` needs."""
+    return _field_names(self.template)
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatPrompt:
+  """A prompt that is one user turn, and perhaps the start of the answer.
+
+  Templates may invent a system turn where none is given (SmolLM2's does).
+  With `system` None there is no system turn all the same, unless
+  `default_system` leaves the matter to the template.
+
+  Attributes:
+    chat_template: jinja text from the model file.
+    user: template of the user turn, with fields in braces.
+    prefill: template of the start of the assistant turn, which the policy
+      continues; empty for none.
+    system: template of the system turn, or None.
+    default_system: with `system` None, keep what the template invents.
+    bos_token: text of the token, for templates that write it.
+    eos_token: likewise.
+  """
+
+  chat_template: str
+  user: str = '{question}'
+  prefill: str = ''
+  system: str | None = None
+  default_system: bool = False
+  bos_token: str = ''
+  eos_token: str = ''
+
+  def __post_init__(self):
+    self.field_names()
+    if self.system is not None and self.default_system:
+      raise ValueError(
+        f'system={self.system!r} and default_system exclude each other: drop '
+        'one of them.'
+      )
+
+  def render(self, fields: Mapping[str, Any]) -> str:
+    """Returns the chat up to where the policy goes on writing."""
+    user = {'role': 'user', 'content': _fill(self.user, fields)}
+    if self.system is not None:
+      system = {'role': 'system', 'content': _fill(self.system, fields)}
+      chat = self._apply([system, user])
+    elif self.default_system:
+      chat = self._apply([user])
+    else:
+      chat = self._without_system(user)
+    return chat + _fill(self.prefill, fields)
+
+  def field_names(self) -> frozenset[str]:
+    """Returns the fields `render` needs."""
+    templates = (self.user, self.prefill, self.system or '')
+    return frozenset().union(*map(_field_names, templates))
+
+  def _without_system(self, user: Mapping[str, str]) -> str:
+    """Returns the chat without any system turn, given or invented.
+
+    The text of a system turn is what the template writes for that turn alone;
+    taken off the front of the two turns, it leaves the user's.
+    """
+    system = {'role': 'system', 'content': 'none'}
+    try:
+      head = self._apply([system], add_generation_prompt=False)
+      both = self._apply([system, user])
+    except jinja2.TemplateError:
+      # A template that refuses system turns does not invent one either.
+      return self._apply([user])
+    if not both.startswith(head):
+      raise ValueError(
+        'The chat template does not write the system turn first, so it cannot '
+        'be left out: give a system text or set default_system=True.'
+      )
+    starts_with_bos = self.bos_token and head.startswith(self.bos_token)
+    return (self.bos_token if starts_with_bos else '') + both[len(head) :]
+
+  def _apply(
+    self,
+    messages: Sequence[Mapping[str, str]],
+    add_generation_prompt: bool = True,
+  ) -> str:
+    template = _environment().from_string(self.chat_template)
+    return template.render(
+      messages=messages,
+      add_generation_prompt=add_generation_prompt,
+      bos_token=self.bos_token,
+      eos_token=self.eos_token,
+    )
+
+
+def _environment() -> jinja2.Environment:
+  # Chat templates are written for these two settings.
+  environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    trim_blocks=True, lstrip_blocks=True
+  )
+  environment.globals['raise_exception'] = _raise_exception
+  return environment
+
+
+def _raise_exception(message: str) -> None:
+  """Is what chat templates call to refuse a conversation."""
+  raise jinja2.TemplateError(message)
+
+
+def _field_names(template: str) -> frozenset[str]:
+  try:
+    parts = list(string.Formatter().parse(template))
+  except ValueError as error:
+    raise ValueError(
+      f'Prompt template {template!r}: {error}; write a literal brace twice.'
+    ) from error
+  names = frozenset(name for _, name, _, _ in parts if name is not None)
+  for name in names:
+    # '{question.upper}' or '{0}' would reach into the value or an argument.
+    if not name.isidentifier():
+      raise ValueError(
+        f'Prompt template {template!r}: {name!r} is not the name of a field; '
+        'write a literal brace twice.'
+      )
+  return names
+
+
+def _fill(template: str, fields: Mapping[str, Any]) -> str:
+  missing = sorted(_field_names(template) - fields.keys())
+  if missing:
+    raise ValueError(
+      f'Prompt template {template!r} asks for {missing}, but the problem has '
+      f'{sorted(fields)}: change the template.'
+    )
+  return template.format_map(fields)

@@ -1,0 +1,291 @@
+"""The trainer: turns scored groups into updates, and publishes the result.
+
+It owns the master parameters, the optimizer state and the checkpoints.
+"""
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+import dataclasses
+import os
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from llamarl_jax import types
+from llamarl_jax.algorithms import registry
+from llamarl_jax.channels import registry as channels
+from llamarl_jax.channels import weights
+from llamarl_jax.checkpoints import run_state
+from llamarl_jax.executors import policy
+from llamarl_jax.models import llama
+from llamarl_jax.sharding import digest
+from llamarl_jax.sharding import mesh as mesh_lib
+from llamarl_jax.sharding import rules
+from llamarl_jax.training import batching
+from llamarl_jax.training import optimizer as optimizer_lib
+from llamarl_jax.training import state as state_lib
+from llamarl_jax.training import step as step_lib
+from llamarl_jax.training import supervised
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainerSettings:
+  """Plain settings of a trainer.
+
+  Attributes:
+    source: the model and its first parameters.
+    mesh: sizes of the axes data, fsdp and tensor.
+    loss: arguments of `registry.make_loss`.
+    advantage: arguments of `registry.make_advantage`.
+    optimizer: arguments of `optimizer.make_optimizer`.
+    supervised_optimizer: likewise, for supervised steps.
+    temperature: of the softmax the completions were sampled from.
+    max_new_tokens: tokens of the longest completion.
+    pad_token: token id that fills rows.
+    num_micro_batches: forward and backward passes an update.
+    num_minibatches: updates a batch.
+    length_multiple: row lengths are rounded up to a multiple of it.
+    checkpoints: folder of this run's checkpoints.
+    keep_checkpoints: how many of the newest to keep.
+    transport: name of the weight transport.
+    transport_settings: of that transport.
+    reference_folder: where the first policy is kept for a reference executor;
+      empty where there is none.
+  """
+
+  source: policy.PolicySource
+  mesh: Mapping[str, int]
+  loss: Mapping[str, Any]
+  advantage: Mapping[str, Any]
+  optimizer: Mapping[str, Any]
+  supervised_optimizer: Mapping[str, Any]
+  temperature: float
+  max_new_tokens: int
+  pad_token: int
+  num_micro_batches: int
+  num_minibatches: int
+  length_multiple: int
+  checkpoints: str
+  keep_checkpoints: int
+  transport: str
+  transport_settings: weights.TransportSettings
+  reference_folder: str
+
+
+class TrainerExecutor:
+  """Consumes batches of scored groups; see `types.Executor`."""
+
+  def __init__(
+    self, *, devices: Sequence[jax.Device], settings: TrainerSettings
+  ):
+    self._settings = settings
+    self._devices = devices
+    self._mesh = mesh_lib.make_mesh(settings.mesh, devices)
+    model = settings.source.model
+    specs = llama.abstract_params(model)
+    self._param_shardings, _ = rules.shardings(
+      specs, self._mesh, rules.TRAINER_RULES
+    )
+    self._abstract_params = jax.tree.map(
+      lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), specs
+    )
+    self._optimizer = optimizer_lib.make_optimizer(**settings.optimizer)
+    self._state_shardings = self._shardings(self._optimizer)
+    self._advantage_fn = jax.jit(registry.make_advantage(**settings.advantage))
+    self._train_step = step_lib.make_train_step(
+      model,
+      registry.make_loss(**settings.loss),
+      self._optimizer,
+      temperature=settings.temperature,
+      max_completion=settings.max_new_tokens,
+      num_micro_batches=settings.num_micro_batches,
+      num_minibatches=settings.num_minibatches,
+      recompute_proximal=settings.loss['name'] in registry.NEEDS_PROXIMAL,
+      state_shardings=self._state_shardings,
+    )
+    self._supervised_step: step_lib.TrainStepFn | None = None
+    self._supervised_state: types.TrainState | None = None
+    self._checkpointer = run_state.RunStateCheckpointer(
+      settings.checkpoints, keep=settings.keep_checkpoints
+    )
+    self._publisher = channels.TRANSPORTS[settings.transport].publisher(
+      settings.transport_settings
+    )
+    self._incarnation = 0
+    self._state = self._first_state()
+
+  def step(
+    self, inputs: Sequence[types.Group], commit_version: types.Version | None
+  ) -> types.StepReport:
+    """Consumes one batch; the parameters are one version newer then.
+
+    Args:
+      inputs: the N scored groups of the batch, in admission order.
+      commit_version: not used: the trainer makes versions.
+    """
+    del commit_version
+    start = time.time()
+    settings = self._settings
+    version = self.version().batches
+    rewards, valid = batching.group_rewards(inputs)
+    advantages = jax.device_get(self._advantage_fn(rewards, valid))
+    rows = batching.build_trajectories(
+      inputs,
+      advantages,
+      row_length=batching.row_length(inputs, settings.length_multiple),
+      pad_token=settings.pad_token,
+    )
+    batch = jax.device_put(rows, rules.batch_sharding(self._mesh))
+    self._state, metrics = self._train_step(self._state, batch)
+    values = {k: float(v) for k, v in jax.device_get(metrics).items()}
+    facts = batching.batch_facts(inputs, advantages, version)
+    stop = time.time()
+    span = types.Span('train_step', start, stop, {'version': version})
+    return types.StepReport(
+      types.Status.PROGRESSED,
+      metrics={**values, **facts, 'train_seconds': stop - start},
+      spans=[span],
+    )
+
+  def supervise(
+    self, examples: Sequence[tuple[Sequence[int], Sequence[int]]]
+  ) -> types.StepReport:
+    """Makes one supervised update; its optimizer state is kept apart.
+
+    Args:
+      examples: (prompt tokens, completion tokens); as many in every call.
+    """
+    start = time.time()
+    settings = self._settings
+    if self._supervised_step is None:
+      optimizer = optimizer_lib.make_optimizer(**settings.supervised_optimizer)
+      shardings = self._shardings(optimizer)
+      self._supervised_step = supervised.make_supervised_step(
+        settings.source.model,
+        optimizer,
+        max_completion=max(settings.max_new_tokens, 1),
+        state_shardings=shardings,
+      )
+      self._supervised_state = self._initial(
+        self._state.params, optimizer, shardings
+      )
+    length = max(len(prompt) + len(answer) for prompt, answer in examples)
+    rows = supervised.supervised_trajectories(
+      examples,
+      row_length=-(-length // settings.length_multiple)
+      * settings.length_multiple,
+      pad_token=settings.pad_token,
+    )
+    batch = jax.device_put(rows, rules.batch_sharding(self._mesh))
+    self._supervised_state, metrics = self._supervised_step(
+      self._supervised_state, batch
+    )
+    self._state = self._state.replace(params=self._supervised_state.params)
+    values = {k: float(v) for k, v in jax.device_get(metrics).items()}
+    span = types.Span('supervised_step', start, time.time())
+    return types.StepReport(
+      types.Status.PROGRESSED, metrics=values, spans=[span]
+    )
+
+  def resume(self) -> types.Version:
+    """Continues from the newest checkpoint of this run, if there is one."""
+    step = self._checkpointer.latest_step()
+    if step is not None:
+      self.restore({'step': step})
+    return self.version()
+
+  def version(self) -> types.Version:
+    """Returns the version of the parameters."""
+    return types.Version(self._incarnation, int(self._state.batches_consumed))
+
+  def publish(self) -> types.StepReport:
+    """Pins a copy of the parameters, to be offered to replicas."""
+    start = time.time()
+    self._supervised_step = self._supervised_state = None
+    version = self.version()
+    self._publisher.publish(types.VersionedParams(version, self._state.params))
+    span = types.Span(
+      'publish', start, time.time(), {'version': version.batches}
+    )
+    return types.StepReport(types.Status.PROGRESSED, spans=[span])
+
+  def offer(self, destination: weights.Destination) -> weights.Manifest:
+    """Returns what a replica needs to fetch the published version."""
+    return self._publisher.offer(destination)
+
+  def save(self) -> types.StepReport:
+    """Writes a checkpoint of the train state, unless this one is there."""
+    start = time.time()
+    version = self.version()
+    if self._checkpointer.latest_step() != version.batches:
+      self._checkpointer.save(
+        version.batches, self._state, {'incarnation': self._incarnation}
+      )
+    span = types.Span(
+      'checkpoint', start, time.time(), {'version': version.batches}
+    )
+    return types.StepReport(types.Status.PROGRESSED, spans=[span])
+
+  def save_reference(self) -> None:
+    """Keeps the parameters as those of the reference policy."""
+    checkpointer = run_state.RunStateCheckpointer(
+      self._settings.reference_folder
+    )
+    bare = self._state.replace(opt_state=())
+    checkpointer.save(self.version().batches, bare, {})
+    checkpointer.close()
+
+  def digest(self) -> str:
+    """Returns a digest of all parameters, independent of their sharding."""
+    return digest.params_digest(self._state.params)
+
+  def describe(self) -> Mapping[str, Any]:
+    """Returns process id and device count."""
+    return {'pid': os.getpid(), 'num_devices': len(self._devices)}
+
+  def state(self) -> Mapping[str, Any]:
+    """Returns where the state of this version lies on disk."""
+    self.save()
+    return {'step': self.version().batches}
+
+  def restore(self, state: Mapping[str, Any]) -> None:
+    """Continues from a checkpoint of this run, as a new incarnation."""
+    abstract = state_lib.abstract_train_state(
+      self._abstract_params, self._optimizer, self._state_shardings
+    )
+    self._state, metadata = self._checkpointer.restore(abstract, state['step'])
+    self._incarnation = metadata['incarnation'] + 1
+
+  def close(self) -> None:
+    """Closes publisher and checkpoints."""
+    self._publisher.close()
+    self._checkpointer.close()
+
+  def _first_state(self) -> types.TrainState:
+    params = policy.load(self._settings.source, self._param_shardings)
+    return self._initial(params, self._optimizer, self._state_shardings)
+
+  def _initial(
+    self,
+    params: types.Params,
+    optimizer: Any,
+    shardings: types.TrainState,
+  ) -> types.TrainState:
+    """Returns a state of version 0 that shares no buffer with `params`."""
+    initialize = jax.jit(
+      lambda p: state_lib.init_train_state(
+        jax.tree.map(jnp.copy, p), optimizer
+      ),
+      out_shardings=shardings,
+    )
+    return initialize(params)
+
+  def _shardings(self, optimizer: Any) -> types.TrainState:
+    return state_lib.train_state_shardings(
+      self._abstract_params,
+      optimizer,
+      self._param_shardings,
+      rules.replicated(self._mesh),
+    )
