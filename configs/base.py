@@ -52,7 +52,7 @@ def get_config() -> ml_collections.ConfigDict:
   # Regular expression whose group 1 is the answer in the answer field.
   c.problems.answer_pattern = ''
   # reasoning_gym:
-  c.problems.task = 'chain_sum'
+  c.problems.dataset = 'chain_sum'
 
   c.prompt = ml_collections.ConfigDict()
   c.prompt.chat = False  # Use the chat template of the model file.

@@ -9,6 +9,7 @@ import sys
 
 from absl import app
 from absl import flags
+from absl import logging as absl_logging
 
 from llamarl_jax.controller.launchers import base
 
@@ -29,6 +30,7 @@ def checking_input() -> Iterator[None]:
 def run(main: Callable[[], None]) -> None:
   """Parses flags, runs `main` and exits; bad input is one line, status 2."""
   logging.basicConfig(format='%(levelname)s: %(message)s')
+  absl_logging.set_verbosity(absl_logging.WARNING)
   # A run that is asked to end closes its executors on the way out.
   signal.signal(signal.SIGTERM, _interrupt)
   app.run(lambda _: sys.exit(_status(main)), flags_parser=_parse)

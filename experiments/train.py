@@ -1,6 +1,6 @@
 """The main job: asynchronous RL of one config, from start to report.
 
-  python -m experiments.train --config=configs/X.py --workdir=DIR
+python -m experiments.train --config=configs/X.py --workdir=DIR
 """
 
 from collections.abc import Mapping
@@ -86,7 +86,7 @@ def _run(
   trainer = handles['trainer']
   version = base.ask(launcher, trainer, 'resume')
   described = {
-    name: dict(base.ask(launcher, handle, 'describe'))
+    name: base.answer(launcher, handle.describe())
     for name, handle in handles.items()
   }
   print(plan.program.describe(described), file=stream, flush=True)
@@ -213,6 +213,7 @@ def _finish(
     tracks=tracks,
     samples=samples,
     config=config.to_dict(),
+    run_start=recorder.timeline.run_start,
   )
   strict_json.write_text(
     workdir / 'summary.json', json.dumps(summary, indent=2) + '\n'

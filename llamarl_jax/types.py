@@ -33,7 +33,7 @@ class Mean(NamedTuple):
   """A sum with the count it is to be divided by; combined by adding both."""
 
   total: jax.Array
-  count: jax.Array
+  count: jax.Array  # type: ignore[assignment]  # Not the method of tuples.
 
   def merge(self, other: 'Mean') -> 'Mean':
     """Returns the mean over both samples."""

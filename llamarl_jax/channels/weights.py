@@ -7,9 +7,9 @@
   subscriber.ready() -> bool                polled, with a deadline
   subscriber.take() -> VersionedParams      assembled and verified
 
-Everything but parameters is small and picklable: it travels through the
-controller, which touches no device. The first three letters of LlamaRL's DDMA
-are how the bytes move; `transports` names the ways.
+This is the weight update of LlamaRL (Wu et al., 2025). All but the parameters
+is small and picklable: it travels through the controller, which touches no
+device. `registry.TRANSPORTS` names the ways in which the bytes move.
 """
 
 from collections.abc import Mapping

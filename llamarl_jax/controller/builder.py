@@ -60,7 +60,7 @@ def build(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> Plan:
   """
   checks.check_config(config)
   model = problems.load_model(config)
-  task = problems.make_task(config, model.tokenizer, model.chat_template)
+  task = problems.make_task(config, model)
   transport = _transport(config)
   settings = weights.TransportSettings(
     deadline_seconds=config.weights.deadline_seconds,
@@ -198,14 +198,6 @@ def generator_settings(
   )
 
 
-def reward_arguments(config: ml_collections.ConfigDict) -> dict[str, object]:
-  """Returns the arguments of the reward executor."""
-  c = config.reward
-  return problems.reward_arguments(
-    c.scorer, num_workers=c.num_workers, timeout_seconds=c.timeout_seconds
-  )
-
-
 def _generator_node(
   config: ml_collections.ConfigDict,
   model: problems.Model,
@@ -234,14 +226,12 @@ def _reward_node(config: ml_collections.ConfigDict) -> program_lib.Node:
     name='reward',
     role='reward',
     factory=_make_reward,
-    arguments=reward_arguments(config),
+    arguments=problems.reward_arguments(config),
     num_devices=0,
   )
 
 
-def _make_reward(
-  devices: object, **arguments: object
-) -> reward.RewardExecutor:
+def _make_reward(devices: object, **arguments: object) -> reward.RewardExecutor:
   """Makes a reward executor, which has no use for devices."""
   del devices
   return reward.RewardExecutor(**arguments)

@@ -15,9 +15,29 @@ from llamarl_jax.data import sources
 from llamarl_jax.data import tokenizers
 from llamarl_jax.executors import policy
 from llamarl_jax.models import config as config_lib
+from llamarl_jax.rewards import catalog
+from llamarl_jax.rewards import combine
 
 # Prompts checked for their length before a run, of sources that do not end.
 _NUM_CHECKED = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatTemplate:
+  """The chat template of a model file.
+
+  Attributes:
+    text: jinja; empty where the file has none.
+    bos_token: text of the token that begins a sequence, or ''.
+    eos_token: text of the token that ends a completion.
+  """
+
+  text: str
+  bos_token: str
+  eos_token: str
+
+
+_NO_CHAT = ChatTemplate('', '', '')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,12 +47,12 @@ class Model:
   Attributes:
     source: sizes and origin of the parameters.
     tokenizer: text to ids and back.
-    chat_template: jinja text; empty where the model has none.
+    chat_template: of the file.
   """
 
   source: policy.PolicySource
   tokenizer: tokenizers.Tokenizer
-  chat_template: str
+  chat_template: ChatTemplate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,3 +153,184 @@ def load_model(config: ml_collections.ConfigDict) -> Model:
     FileNotFoundError: the file is missing; says how to get it.
   """
   return _MODELS[config.model.source](config)
+
+
+def _scratch_model(config: ml_collections.ConfigDict) -> Model:
+  c = config.model
+  if config.prompt.chat:
+    raise ValueError(
+      'prompt.chat=True needs the chat template of a model file, and'
+      " model.source='scratch' has none; set prompt.chat=False"
+    )
+  tokenizer = tokenizers.CharacterTokenizer()
+  model = config_lib.LlamaConfig(
+    vocab_size=tokenizer.vocab_size,
+    width=c.width,
+    num_layers=c.num_layers,
+    num_heads=c.num_heads,
+    num_kv_heads=c.num_kv_heads,
+    head_dim=c.head_dim,
+    mlp_width=c.mlp_width,
+    rope_theta=c.rope_theta,
+    norm_epsilon=c.norm_epsilon,
+    tie_embeddings=c.tie_embeddings,
+    max_position=config.generator.max_prompt_length
+    + config.generator.max_new_tokens,
+  )
+  source = policy.PolicySource(model, 'scratch', '', config.seed)
+  return Model(source, tokenizer, _NO_CHAT)
+
+
+def _gguf_model(config: ml_collections.ConfigDict) -> Model:
+  path = config.model.path
+  if path == 'smollm2':
+    path = gguf.find_smollm2()
+  file = gguf.read_model_file(path)
+  tokenizer = tokenizers.BytePairTokenizer(**dataclasses.asdict(file.tokenizer))
+  source = policy.PolicySource(file.config, 'gguf', path, config.seed)
+  chat_template = ChatTemplate(
+    file.chat_template, file.bos_token, file.eos_token
+  )
+  longest = config.generator.max_prompt_length + config.generator.max_new_tokens
+  if longest > file.config.max_position:
+    raise ValueError(
+      'generator.max_prompt_length + generator.max_new_tokens ='
+      f' {longest} exceeds the {file.config.max_position} positions of {path}'
+    )
+  return Model(source, tokenizer, chat_template)
+
+
+_MODELS: Mapping[str, Callable[[ml_collections.ConfigDict], Model]] = {
+  'gguf': _gguf_model,
+  'scratch': _scratch_model,
+}
+
+
+def make_task(config: ml_collections.ConfigDict, model: Model) -> Task:
+  """Returns the problems of a config as requests of a model.
+
+  Prompts are checked to fit: all those of a source that ends, else the first
+  few hundred.
+
+  Raises:
+    ValueError: a problem, a template or a prompt's length is at fault.
+    FileNotFoundError: the problem file is missing.
+  """
+  name = config.problems.source
+  if name not in sources.SOURCES:
+    raise ValueError(
+      f'problems.source={name!r} must be one of {sorted(sources.SOURCES)}'
+    )
+  source = sources.SOURCES[name](
+    config.seed,
+    prompt_format=_prompt_format(config, model.chat_template),
+    **_OPTIONS[name](config.problems),
+  )
+  task = Task(
+    source=source,
+    tokenizer=model.tokenizer,
+    group_size=config.group_size,
+    temperature=config.generator.temperature,
+    max_new_tokens=config.generator.max_new_tokens,
+  )
+  available = source.num_problems('held_out')
+  wanted = config.evaluation.num_problems
+  if available is not None and available < wanted:
+    raise ValueError(
+      f'evaluation.num_problems={wanted}, but there are {available} held-out'
+      ' problems; ask for fewer, or hold out more'
+    )
+  _check_prompts(task, config)
+  return task
+
+
+def _check_prompts(task: Task, config: ml_collections.ConfigDict) -> None:
+  limit = config.generator.max_prompt_length
+  total = task.source.num_problems('train') or _NUM_CHECKED
+  for index in range(total):
+    request = task.training_request(index)
+    length = len(request.prompt_tokens)
+    if not 1 <= length <= limit:
+      raise ValueError(
+        f'training problem {index} has a prompt of {length} tokens'
+        f' ({request.problem.prompt[:40]!r}...), and generator.'
+        f'max_prompt_length={limit}; raise it or shorten the prompt'
+      )
+  task.evaluation_requests(1)
+
+
+def _prompt_format(
+  config: ml_collections.ConfigDict, template: ChatTemplate
+) -> chat.PromptFormat:
+  c = config.prompt
+  if not c.chat:
+    if c.system or c.prefill:
+      raise ValueError(
+        f'prompt.system={c.system!r} and prompt.prefill={c.prefill!r} belong'
+        ' to a chat; set prompt.chat=True or put all into prompt.user'
+      )
+    return chat.PlainPrompt(c.user)
+  if not template.text:
+    raise ValueError(
+      'prompt.chat=True, but the model file has no chat template; set'
+      ' prompt.chat=False'
+    )
+  return chat.ChatPrompt(
+    template.text,
+    user=c.user,
+    prefill=c.prefill,
+    system=c.system or None,
+    bos_token=template.bos_token,
+    eos_token=template.eos_token,
+  )
+
+
+def _arithmetic_options(c: ml_collections.ConfigDict) -> dict[str, Any]:
+  return {
+    'operators': tuple(c.operators),
+    'num_operands': c.num_operands,
+    'min_value': c.min_value,
+    'max_value': c.max_value,
+    'question_format': 'spaced' if c.spaced else 'compact',
+    'held_out_fraction': c.held_out_fraction,
+  }
+
+
+def _jsonl_options(c: ml_collections.ConfigDict) -> dict[str, Any]:
+  return {
+    'path': c.path,
+    'held_out_path': c.held_out_path,
+    'held_out_fraction': c.held_out_fraction,
+    'question_field': c.question_field,
+    'answer_field': c.answer_field,
+    'answer_pattern': c.answer_pattern,
+  }
+
+
+def _reasoning_gym_options(c: ml_collections.ConfigDict) -> dict[str, Any]:
+  return {'dataset': c.dataset, 'held_out_fraction': c.held_out_fraction}
+
+
+_OPTIONS: Mapping[
+  str, Callable[[ml_collections.ConfigDict], dict[str, Any]]
+] = {
+  'arithmetic': _arithmetic_options,
+  'jsonl': _jsonl_options,
+  'reasoning_gym': _reasoning_gym_options,
+}
+
+
+def reward_arguments(config: ml_collections.ConfigDict) -> dict[str, Any]:
+  """Returns the arguments of the reward executor.
+
+  Raises:
+    ValueError: there is no such scorer.
+  """
+  c = config.reward
+  scorer = catalog.make_reward(c.scorer)
+  hostile = c.scorer in catalog.NEEDS_TIME_LIMIT
+  return {
+    'reward_fn': combine.WeightedSum((scorer,), {'correct': 1.0}),
+    'num_workers': c.num_workers if hostile else 0,
+    'time_limit_seconds': c.timeout_seconds,
+  }

@@ -203,8 +203,8 @@ def samples(
         'question': old.request.problem.question or old.request.problem.prompt,
         'prompt': old.request.problem.prompt,
         'expected': old.request.problem.answer,
-        'before': old.completions[0].text,
-        'after': new.completions[0].text,
+        'completion_before': old.completions[0].text,
+        'completion_after': new.completions[0].text,
         'correct_before': old.rewards[0]['correct'] == 1.0,
         'correct_after': new.rewards[0]['correct'] == 1.0,
       }

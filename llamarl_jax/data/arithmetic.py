@@ -195,9 +195,7 @@ def _check(
   held_out_fraction: float,
 ) -> None:
   if not operators or not set(operators) <= set(_OPERATORS):
-    raise ValueError(
-      f'operators={operators!r} must be some of {_OPERATORS}.'
-    )
+    raise ValueError(f'operators={operators!r} must be some of {_OPERATORS}.')
   if len(set(operators)) < len(operators):
     raise ValueError(f'operators={operators!r} must not repeat one.')
   if num_operands < 2:

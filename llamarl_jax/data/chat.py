@@ -118,8 +118,12 @@ class ChatPrompt:
         'The chat template does not write the system turn first, so it cannot '
         'be left out: give a system text or set default_system=True.'
       )
-    starts_with_bos = self.bos_token and head.startswith(self.bos_token)
-    return (self.bos_token if starts_with_bos else '') + both[len(head) :]
+    chat = both[len(head) :]
+    # The template may open the text with a token that is no part of the system
+    # turn. (SmolLM2's opens every turn, so it is there already.)
+    if head.startswith(self.bos_token) and not chat.startswith(self.bos_token):
+      chat = self.bos_token + chat
+    return chat
 
   def _apply(
     self,

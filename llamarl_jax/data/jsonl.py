@@ -120,9 +120,7 @@ class JsonlSource:
     if Split(split) is Split.TRAIN:
       epoch, place = divmod(index, len(self._train))
       row = self._train[
-        addressing.permuted(
-          place, len(self._train), self._seed, 'jsonl', epoch
-        )
+        addressing.permuted(place, len(self._train), self._seed, 'jsonl', epoch)
       ]
     elif index < len(self._held_out):
       epoch, row = 0, self._held_out[index]

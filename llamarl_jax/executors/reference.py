@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import functools
-import os
 import time
 from typing import Any
 
@@ -53,7 +52,6 @@ class ReferenceExecutor:
     self, *, devices: Sequence[jax.Device], settings: ReferenceSettings
   ):
     self._settings = settings
-    self._devices = devices
     self._mesh = mesh_lib.make_mesh(settings.mesh, devices)
     self._params: types.Params | None = None
     self._log_probs = jax.jit(
@@ -93,9 +91,7 @@ class ReferenceExecutor:
     if not inputs:
       return types.StepReport(types.Status.STARVED)
     start = time.time()
-    zeros = np.zeros(
-      (len(inputs), batching.group_size(inputs)), np.float32
-    )
+    zeros = np.zeros((len(inputs), batching.group_size(inputs)), np.float32)
     rows = batching.build_trajectories(
       inputs,
       zeros,
@@ -110,9 +106,7 @@ class ReferenceExecutor:
         group,
         reference_log_probs=tuple(
           log_probs[row, mask[row]]
-          for row in (
-            n * size + c.sample_index for c in group.completions
-          )
+          for row in (n * size + c.sample_index for c in group.completions)
         ),
       )
       for n, group in enumerate(inputs)
@@ -121,10 +115,6 @@ class ReferenceExecutor:
     return types.StepReport(
       types.Status.PROGRESSED, outputs=outputs, spans=[span]
     )
-
-  def describe(self) -> Mapping[str, Any]:
-    """Returns process id and device count."""
-    return {'pid': os.getpid(), 'num_devices': len(self._devices)}
 
   def state(self) -> Mapping[str, Any]:
     """Returns nothing: the policy lies in its folder."""

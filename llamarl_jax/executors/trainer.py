@@ -6,7 +6,6 @@ It owns the master parameters, the optimizer state and the checkpoints.
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
-import os
 import time
 from typing import Any
 
@@ -81,7 +80,6 @@ class TrainerExecutor:
     self, *, devices: Sequence[jax.Device], settings: TrainerSettings
   ):
     self._settings = settings
-    self._devices = devices
     self._mesh = mesh_lib.make_mesh(settings.mesh, devices)
     model = settings.source.model
     specs = llama.abstract_params(model)
@@ -240,10 +238,6 @@ class TrainerExecutor:
   def digest(self) -> str:
     """Returns a digest of all parameters, independent of their sharding."""
     return digest.params_digest(self._state.params)
-
-  def describe(self) -> Mapping[str, Any]:
-    """Returns process id and device count."""
-    return {'pid': os.getpid(), 'num_devices': len(self._devices)}
 
   def state(self) -> Mapping[str, Any]:
     """Returns where the state of this version lies on disk."""

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from collections.abc import Mapping
 import functools
 import inspect
-from typing import Any
 from typing import TYPE_CHECKING
+from typing import Any
 
 from llamarl_jax.rewards import exact_answer
 from llamarl_jax.rewards import format as format_scorer

@@ -45,7 +45,7 @@ def math_answer(
     text: the completion.
     finish_reason: why it ended.
     accept_truncated: whether a completion cut by the length limit may count
-      where no marker says that its answer is whole.
+      where no closed marker says that its answer is whole.
     require_marker: whether an answer without a marker counts for nothing.
 
   Returns:
@@ -53,7 +53,11 @@ def math_answer(
   """
   marked = marked_answer(text)
   was_cut = finish_reason == 'length' and not accept_truncated
-  if marked is None and (require_marker or was_cut):
+  # A line after #### that runs to the very end may have gone on.
+  is_open = marked is None or any(
+    match.end() == len(text) for match in _HASHES.finditer(text)
+  )
+  if (was_cut and is_open) or (require_marker and marked is None):
     return {'correct': 0.0, 'parsed': 0.0}
   if marked is None:
     answer = _parse(_improper(text))
@@ -81,7 +85,7 @@ def marked_answer(text: str) -> str | None:
 
 
 def _boxed_spans(text: str) -> list[tuple[int, int]]:
-  """Returns the insides of \\boxed{...}, braces counted; unclosed ones not."""
+  r"""Returns the insides of \boxed{...}, braces counted; unclosed ones not."""
   spans = []
   stop = 0
   for match in _BOXED.finditer(text):

@@ -50,7 +50,7 @@ def write_report(
     run_start = min(starts, default=0.0)
   records = [strict_json.plain(record) for record in records]
   name = str(summary.get('config_name') or 'run')
-  title = f'Asynchronous RL of a Llama policy: {name}'
+  title = f'Reinforcement learning of a Llama policy: {name}'
   body = [
     f'<h1>{page.escape(title)}</h1>',
     f'<p class="lead">{page.escape(_lead(summary))}</p>',

@@ -91,7 +91,11 @@ def to_svg(figure: Any) -> str:
   backend_svg.FigureCanvasSVG(figure)
   buffer = io.StringIO()
   # Without the date, so that equal runs give equal reports.
-  figure.savefig(buffer, format='svg', metadata={'Date': None, 'Creator': None})
+  figure.savefig(
+    buffer,
+    format='svg',
+    metadata=dict.fromkeys(('Date', 'Creator', 'Format', 'Type')),
+  )
   text = buffer.getvalue()
   # XML and document type declarations belong to files, not to elements.
   return text[text.index('<svg') :]

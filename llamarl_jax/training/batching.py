@@ -185,8 +185,7 @@ def batch_facts(
 
   Keys: reward_mean; reward_PART for each other named part; accuracy, where
   there is a part 'correct'; response_length_mean and _max in tokens;
-  truncated_completions (a count) and truncated_fraction, of completions that
-  ended at their length limit; zero_advantage_fraction, of groups that teach
+  truncated_completions, the fraction that ended at its length limit; zero_advantage_fraction, of groups that teach
   nothing as all their advantages are 0; staleness_mean and _max, over
   completion tokens.
 
@@ -202,8 +201,7 @@ def batch_facts(
   facts = _reward_means(groups)
   facts['response_length_mean'] = float(lengths.mean())
   facts['response_length_max'] = float(lengths.max())
-  facts['truncated_completions'] = float(truncated)
-  facts['truncated_fraction'] = truncated / max(len(completions), 1)
+  facts['truncated_completions'] = truncated / max(len(completions), 1)
   facts['zero_advantage_fraction'] = float(silent.mean())
   counts = staleness_counts(groups, version)
   num_tokens = max(sum(counts.values()), 1)

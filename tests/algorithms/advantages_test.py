@@ -2,18 +2,24 @@
 
 from absl.testing import parameterized
 import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from llamarl_jax.algorithms import advantages
 
 _NAMES = tuple(advantages.ADVANTAGES)
+_JITTED = {
+  name: jax.jit(function, static_argnames='normalize_std')
+  for name, function in advantages.ADVANTAGES.items()
+}
+_GROUP_MEAN = _JITTED['group_mean']
+_LEAVE_ONE_OUT = _JITTED['leave_one_out']
 
 
 class AdvantagesTest(chex.TestCase):
-  @chex.variants(with_jit=True, without_jit=True)
   def test_group_mean(self):
-    actual = self.variant(advantages.group_mean)(
+    actual = _GROUP_MEAN(
       jnp.asarray([[1.0, 0.0, 0.0, 1.0], [4.0, 1.0, 1.0, 2.0]]),
       jnp.ones((2, 4), bool),
     )
@@ -21,9 +27,8 @@ class AdvantagesTest(chex.TestCase):
       actual, [[0.5, -0.5, -0.5, 0.5], [2.0, -1.0, -1.0, 0.0]], rtol=1e-6
     )
 
-  @chex.variants(with_jit=True, without_jit=True)
   def test_leave_one_out(self):
-    actual = self.variant(advantages.leave_one_out)(
+    actual = _LEAVE_ONE_OUT(
       jnp.asarray([[1.0, 0.0, 0.0, 1.0], [4.0, 1.0, 1.0, 2.0]]),
       jnp.ones((2, 4), bool),
     )
@@ -43,19 +48,19 @@ class AdvantagesTest(chex.TestCase):
     rewards = jnp.asarray([[1.0, 0.0, 0.0, 1.0]])  # Standard deviation 1/2.
     valid = jnp.ones((1, 4), bool)
     np.testing.assert_allclose(
-      advantages.group_mean(rewards, valid, normalize_std=True, epsilon=0.5),
+      _GROUP_MEAN(rewards, valid, normalize_std=True, epsilon=0.5),
       [[0.5, -0.5, -0.5, 0.5]],
       rtol=1e-6,
     )
     np.testing.assert_allclose(
-      advantages.leave_one_out(rewards, valid, normalize_std=True, epsilon=0.5),
+      _LEAVE_ONE_OUT(rewards, valid, normalize_std=True, epsilon=0.5),
       np.asarray([[2.0, -2.0, -2.0, 2.0]]) / 3.0,
       rtol=1e-6,
     )
 
   @parameterized.product(name=_NAMES, normalize_std=(False, True))
   def test_invalid_samples_do_not_shift_the_others(self, name, normalize_std):
-    function = advantages.ADVANTAGES[name]
+    function = _JITTED[name]
     rewards = jnp.asarray([[1.0, jnp.nan, 0.25, 100.0, 0.0]])
     valid = jnp.asarray([[True, False, True, False, True]])
     actual = function(rewards, valid, normalize_std=normalize_std)
@@ -69,26 +74,18 @@ class AdvantagesTest(chex.TestCase):
 
   @parameterized.product(name=_NAMES, normalize_std=(False, True))
   def test_silent_groups_get_exact_zeros(self, name, normalize_std):
-    rewards = jnp.asarray(
-      [
-        [0.1, 0.1, 0.1],  # Equal; three times 0.1 is not 0.3 in floats.
-        [0.7, jnp.nan, jnp.nan],  # One valid.
-        [jnp.nan, jnp.nan, jnp.nan],  # None valid.
-        [1e6 + 0.1, 1e6 + 0.1, 5.0],  # The valid two are equal.
-      ]
+    rewards = np.full((4, 7), np.nan, np.float32)
+    valid = np.zeros((4, 7), bool)
+    # All equal. In float32 the mean of seven times 0.9 is not 0.9.
+    rewards[0], valid[0] = 0.9, True
+    # One valid; then none; then five equal ones beside two that do not count.
+    rewards[1, 2], valid[1, 2] = 0.7, True
+    rewards[3], valid[3] = 0.9, True
+    rewards[3, 5:], valid[3, 5:] = 5.0, False
+    actual = _JITTED[name](
+      jnp.asarray(rewards), jnp.asarray(valid), normalize_std=normalize_std
     )
-    valid = jnp.asarray(
-      [
-        [True, True, True],
-        [True, False, False],
-        [False, False, False],
-        [True, True, False],
-      ]
-    )
-    actual = advantages.ADVANTAGES[name](
-      rewards, valid, normalize_std=normalize_std
-    )
-    np.testing.assert_array_equal(actual, np.zeros((4, 3)))
+    np.testing.assert_array_equal(actual, np.zeros((4, 7)))
 
   def test_leave_one_out_is_unbiased(self):
     # One binary choice with p = 0.3 of reward 1, groups of 3. The expectation
@@ -99,16 +96,14 @@ class AdvantagesTest(chex.TestCase):
       [[(group >> i) & 1 for i in range(3)] for group in range(8)], np.float32
     )
     probabilities = np.prod(np.where(outcomes == 1, p, 1 - p), axis=1)
-    actual = advantages.leave_one_out(
-      jnp.asarray(outcomes), jnp.ones((8, 3), bool)
-    )
+    actual = _LEAVE_ONE_OUT(jnp.asarray(outcomes), jnp.ones((8, 3), bool))
     gradient = np.mean(np.asarray(actual) * (outcomes - p), axis=1)
     np.testing.assert_allclose(
       np.sum(probabilities * gradient), p * (1 - p), rtol=1e-5
     )
 
   def test_zero_advantage_fraction(self):
-    fraction = advantages.zero_advantage_fraction(
+    fraction = jax.jit(advantages.zero_advantage_fraction)(
       jnp.asarray([[0.5, -0.5], [0.0, 0.0], [0.0, 9.0], [0.0, 0.0]]),
       jnp.asarray([[True, True], [True, True], [True, False], [False, False]]),
     )

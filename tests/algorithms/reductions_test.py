@@ -4,6 +4,7 @@ import functools
 
 from absl.testing import parameterized
 import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -47,27 +48,28 @@ _EXPECTED = {
 }
 
 
-def _reduction(name):
-  return _CONSTANT if name == 'constant' else reductions.REDUCTIONS[name]
+_JITTED = {
+  name: jax.jit(_CONSTANT if name == 'constant' else function)
+  for name, function in reductions.REDUCTIONS.items()
+}
 
 
 class ReductionsTest(chex.TestCase):
   def test_every_reduction_is_tested(self):
     self.assertEqual(set(_EXPECTED), set(reductions.REDUCTIONS))
 
-  @chex.variants(with_jit=True, without_jit=True)
   @parameterized.parameters(*_EXPECTED)
   def test_weights_and_denominator(self, name):
-    weights, denominator = self.variant(_reduction(name))(_MASK, _SEGMENTS)
+    weights, denominator = _JITTED[name](_MASK, _SEGMENTS)
     expected_weights, expected_denominator = _EXPECTED[name]
     np.testing.assert_allclose(weights, expected_weights, rtol=1e-6)
     self.assertEqual(denominator, expected_denominator)
 
   @parameterized.parameters(*_EXPECTED)
   def test_rows_add_up(self, name):
-    whole = _reduction(name)(_MASK, _SEGMENTS)
+    whole = _JITTED[name](_MASK, _SEGMENTS)
     parts = [
-      _reduction(name)(_MASK[i : i + 1], _SEGMENTS[i : i + 1]) for i in range(4)
+      _JITTED[name](_MASK[i : i + 1], _SEGMENTS[i : i + 1]) for i in range(4)
     ]
     np.testing.assert_array_equal(
       np.concatenate([part.weights for part in parts]), whole.weights
@@ -76,7 +78,7 @@ class ReductionsTest(chex.TestCase):
 
   def test_mean_over_sequences_of_their_means(self):
     values = jnp.where(_MASK, jnp.arange(24.0).reshape(4, 6), jnp.nan)
-    mean = reductions.reduce_tokens(
+    mean = jax.jit(reductions.reduce_tokens, static_argnums=3)(
       values, _MASK, _SEGMENTS, reductions.sequence_reduction
     )
     # (mean(1, 2) + mean(4) + mean(8, 9, 10, 11)) / 3
@@ -84,7 +86,7 @@ class ReductionsTest(chex.TestCase):
 
   def test_as_many_sequences_as_tokens(self):
     # The largest segment id a row of 3 can hold.
-    weights, denominator = reductions.sequence_reduction(
+    weights, denominator = _JITTED['sequence'](
       jnp.ones((1, 3), bool), jnp.asarray([[1, 2, 3]], jnp.int32)
     )
     np.testing.assert_array_equal(weights, [[1.0, 1.0, 1.0]])

@@ -1,12 +1,14 @@
 """Making losses, reductions and advantages by name."""
 
+import functools
+
 from absl.testing import parameterized
 import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from llamarl_jax.algorithms import aipo
-from llamarl_jax.algorithms import grpo
 from llamarl_jax.algorithms import reductions
 from llamarl_jax.algorithms import registry
 from llamarl_jax.types import Trajectories
@@ -31,9 +33,10 @@ def _batch():
 class RegistryTest(chex.TestCase):
   def test_binds_what_the_loss_takes(self):
     log_probs = jnp.full((2, 3), -0.5)
+    expected_fn = functools.partial(aipo.aipo_loss, max_importance_ratio=2.0)
     chex.assert_trees_all_equal(
-      registry.make_loss('aipo', **_SETTINGS)(log_probs, _batch()),
-      aipo.aipo_loss(log_probs, _batch(), max_importance_ratio=2.0),
+      jax.jit(registry.make_loss('aipo', **_SETTINGS))(log_probs, _batch()),
+      jax.jit(expected_fn)(log_probs, _batch()),
     )
 
   @parameterized.parameters(
@@ -43,8 +46,10 @@ class RegistryTest(chex.TestCase):
     ('aipo', 'constant', 2.0),
   )
   def test_reduction(self, name, reduction, count):
-    loss_fn = registry.make_loss(
-      name, **_SETTINGS, reduction=reduction, constant_length=8
+    loss_fn = jax.jit(
+      registry.make_loss(
+        name, **_SETTINGS, reduction=reduction, constant_length=8
+      )
     )
     self.assertEqual(
       loss_fn(jnp.full((2, 3), -0.5), _batch()).loss.count, count
@@ -52,10 +57,13 @@ class RegistryTest(chex.TestCase):
 
   def test_kl_takes_the_reduction_of_the_loss(self):
     log_probs = jnp.full((2, 3), -0.5)
-    plain = grpo.grpo_loss(log_probs, _batch(), clip_low=0.2, clip_high=0.3)
-    penalized = registry.make_loss(
+    plain = jax.jit(registry.make_loss('grpo', **_SETTINGS))(
+      log_probs, _batch()
+    )
+    penalized_fn = registry.make_loss(
       'grpo', **_SETTINGS, kl_estimator='k1', kl_coefficient=0.1
-    )(log_probs, _batch())
+    )
+    penalized = jax.jit(penalized_fn)(log_probs, _batch())
     # log(pi / ref) = 1.5 for each token.
     np.testing.assert_allclose(
       penalized.loss.value() - plain.loss.value(), 0.15, rtol=1e-5

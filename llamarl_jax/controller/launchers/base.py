@@ -35,6 +35,9 @@ class Handle(Protocol):
   def call(self, method: str, *args: Any) -> Future:
     """Sends a command; commands of one handle run in the order sent."""
 
+  def describe(self) -> Future:
+    """Asks for the mapping of 'pid' and 'num_devices'."""
+
 
 class Launcher(Protocol):
   """Starts executors and waits for their answers."""
@@ -57,15 +60,13 @@ class Launcher(Protocol):
     """Ends every executor; may be called twice."""
 
 
-def ask(
-  launcher: Launcher,
-  handle: Handle,
-  method: str,
-  *args: Any,
-  timeout: float = 600.0,
-) -> Any:
-  """Sends one command and returns its answer."""
-  future = handle.call(method, *args)
+def answer(launcher: Launcher, future: Future, timeout: float = 600.0) -> Any:
+  """Returns the answer to one command, waiting for it alone."""
   while future not in launcher.wait([future], timeout):
     pass
   return future.result()
+
+
+def ask(launcher: Launcher, handle: Handle, method: str, *args: Any) -> Any:
+  """Sends one command and returns its answer."""
+  return answer(launcher, handle.call(method, *args))

@@ -31,6 +31,7 @@ class _Process:
         f' {len(devices)}'
       )
     self._executor = node.factory(devices=devices, **node.arguments)
+    self._num_devices = len(devices)
     self._closed = threading.Event()
 
   # In a thread of its own, so that it can wait while commands run.
@@ -42,6 +43,10 @@ class _Process:
   def call(self, method: str, args: tuple[Any, ...]) -> Any:
     """Runs one command."""
     return getattr(self._executor, method)(*args)
+
+  def describe(self) -> dict[str, int]:
+    """Returns process id and device count."""
+    return {'pid': os.getpid(), 'num_devices': self._num_devices}
 
   def close(self) -> None:
     """Closes the executor."""
@@ -80,6 +85,10 @@ class RayHandle:
   def call(self, method: str, *args: Any) -> _RayFuture:
     """Sends the command."""
     return _RayFuture(self.name, self.actor.call.remote(method, args))
+
+  def describe(self) -> _RayFuture:
+    """Asks for process id and device count."""
+    return _RayFuture(self.name, self.actor.describe.remote())
 
 
 class RayLauncher:
@@ -124,16 +133,12 @@ class RayLauncher:
       )
     elif self._platform == 'gpu':
       num_gpus = node.num_devices
-    actor = (
-      ray.remote(_Process)
-      .options(
-        num_cpus=0,
-        num_gpus=num_gpus,
-        runtime_env={'env_vars': environment},
-        concurrency_groups={'watch': 1},
-      )
-      .remote(node)
-    )
+    actor_class = ray.remote(concurrency_groups={'watch': 1})(_Process)
+    actor = actor_class.options(
+      num_cpus=0,
+      num_gpus=num_gpus,
+      runtime_env={'env_vars': environment},
+    ).remote(node)
     handle = RayHandle(node.name, actor)
     self._handles.append(handle)
     return handle

@@ -11,10 +11,10 @@ from llamarl_jax.controller.launchers import base
 def _make_local(
   nodes: Sequence[program.Node], address: str, platform: str
 ) -> base.Launcher:
-  del address, platform
+  del address
   from llamarl_jax.controller.launchers import local
 
-  return local.LocalLauncher(nodes)
+  return local.LocalLauncher(nodes, platform)
 
 
 def _make_ray(
