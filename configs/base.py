@@ -42,6 +42,9 @@ def get_config() -> ml_collections.ConfigDict:
   c.problems.num_operands = 2
   c.problems.min_value = 0  # Smallest operand.
   c.problems.max_value = 99  # Largest operand.
+  # Draw the number of digits of each operand first, so that small numbers are
+  # as frequent as large ones.
+  c.problems.uniform_digits = False
   c.problems.spaced = True  # '12 + 34', else '12+34'.
   c.problems.held_out_fraction = 0.1  # Of operand tuples, never trained on.
   # jsonl: one JSON object a line.
@@ -62,9 +65,10 @@ def get_config() -> ml_collections.ConfigDict:
 
   c.reward = ml_collections.ConfigDict()
   # 'first_number': the first number is the answer. 'exact': the completion is
-  # the answer. 'math': math-verify, in worker processes.
+  # the answer. 'math': math-verify, 'reasoning_gym': the scorer that comes with
+  # the problem; both in worker processes.
   c.reward.scorer = 'first_number'
-  c.reward.num_workers = 1  # Worker processes of the math scorer.
+  c.reward.num_workers = 1  # Worker processes of such a scorer.
   c.reward.timeout_seconds = 2.0  # Of work on one answer; then it scores 0.
 
   c.generator = ml_collections.ConfigDict()
@@ -136,6 +140,7 @@ def get_config() -> ml_collections.ConfigDict:
   c.launcher.command_timeout_seconds = 600.0  # Silence that ends the run.
 
   c.report = ml_collections.ConfigDict()
+  c.report.write = True  # report.html at the end.
   c.report.num_samples = 12  # Completions shown before and after.
   # A high share of completions cut by max_new_tokens is warned of, unless
   # the task is made that way.

@@ -6,10 +6,12 @@ import contextlib
 import logging
 import signal
 import sys
+import warnings
 
 from absl import app
 from absl import flags
 from absl import logging as absl_logging
+from ml_collections import config_flags
 
 from llamarl_jax.controller.launchers import base
 
@@ -27,8 +29,32 @@ def checking_input() -> Iterator[None]:
     raise InputError(str(error)) from error
 
 
-def run(main: Callable[[], None]) -> None:
-  """Parses flags, runs `main` and exits; bad input is one line, status 2."""
+def define_config_flag() -> None:
+  """Defines --config, and with it --config.FIELD for every field."""
+  config_flags.DEFINE_config_file(
+    'config',
+    'configs/smollm2_arithmetic.py',
+    'Config file.',
+    lock_config=True,
+  )
+
+
+def run(
+  define_flags: Callable[[], None], main: Callable[[flags.FlagValues], None]
+) -> None:
+  """Parses flags, runs `main` and exits; bad input is one line, status 2.
+
+  Flags are defined here, not when a module is imported: notebooks and tests
+  import several commands side by side.
+
+  Args:
+    define_flags: defines the flags of the command.
+    main: takes the parsed flags.
+  """
+  with warnings.catch_warnings():
+    # The way ml_collections loads config files is deprecated.
+    warnings.simplefilter('ignore', DeprecationWarning)
+    define_flags()
   logging.basicConfig(format='%(levelname)s: %(message)s')
   absl_logging.set_verbosity(absl_logging.WARNING)
   # A run that is asked to end closes its executors on the way out.
@@ -46,9 +72,9 @@ def _parse(arguments: list[str]) -> list[str]:
   return rest
 
 
-def _status(main: Callable[[], None]) -> int:
+def _status(main: Callable[[flags.FlagValues], None]) -> int:
   try:
-    main()
+    main(flags.FLAGS)
   except InputError as error:
     return _fail(error)
   except base.ExecutorError as error:

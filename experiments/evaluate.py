@@ -11,22 +11,10 @@ import pathlib
 
 from absl import flags
 import ml_collections
-from ml_collections import config_flags
 
 from experiments import command
 from llamarl_jax.controller import answering
 from llamarl_jax.controller import recorder
-
-_CONFIG = config_flags.DEFINE_config_file(
-  'config', 'configs/smollm2_arithmetic.py', 'Config file.', lock_config=True
-)
-_WORKDIR = flags.DEFINE_string(
-  'workdir', None, 'Run whose newest checkpoint is evaluated.'
-)
-_STEP = flags.DEFINE_integer('step', None, 'Checkpoint; the newest if unset.')
-_SAMPLES = flags.DEFINE_integer(
-  'samples', 0, 'Samples a problem for pass@k; 0 leaves it out.'
-)
 
 
 def run(
@@ -78,17 +66,29 @@ def run(
     answerer.close()
 
 
-def main() -> None:
+def define_flags() -> None:
+  """Defines the flags of the command."""
+  command.define_config_flag()
+  flags.DEFINE_string(
+    'workdir', None, 'Run whose newest checkpoint is evaluated.'
+  )
+  flags.DEFINE_integer('step', None, 'Checkpoint; the newest if unset.')
+  flags.DEFINE_integer(
+    'samples', 0, 'Samples a problem for pass@k; 0 leaves it out.'
+  )
+
+
+def main(values: flags.FlagValues) -> None:
   """Runs the command."""
   results = run(
-    _CONFIG.value,
-    _WORKDIR.value,
-    step=_STEP.value,
-    num_samples=_SAMPLES.value,
+    values.config,
+    values.workdir,
+    step=values.step,
+    num_samples=values.samples,
   )
   for name, value in results.items():
     print(f'{name:10} {value:.4f}')
 
 
 if __name__ == '__main__':
-  command.run(main)
+  command.run(define_flags, main)

@@ -14,8 +14,6 @@ from llamarl_jax.runtime import report
 from llamarl_jax.runtime import timeline
 from llamarl_jax.runtime import workdir as workdir_lib
 
-_WORKDIR = flags.DEFINE_string('workdir', None, 'Folder of the run.')
-
 
 def run(workdir: str | pathlib.Path) -> pathlib.Path:
   """Writes report.html and returns its path.
@@ -53,12 +51,17 @@ def _read(path: pathlib.Path, default: object) -> object:
   return json.loads(path.read_text()) if path.exists() else default
 
 
-def main() -> None:
+def define_flags() -> None:
+  """Defines the flags of the command."""
+  flags.DEFINE_string('workdir', None, 'Folder of the run.')
+
+
+def main(values: flags.FlagValues) -> None:
   """Runs the command."""
-  if not _WORKDIR.value:
+  if not values.workdir:
     raise command.InputError('--workdir is missing; give the folder of a run')
-  print(run(_WORKDIR.value))
+  print(run(values.workdir))
 
 
 if __name__ == '__main__':
-  command.run(main)
+  command.run(define_flags, main)

@@ -10,22 +10,10 @@ from typing import TextIO
 
 from absl import flags
 import ml_collections
-from ml_collections import config_flags
 
 from experiments import command
 from llamarl_jax import types
 from llamarl_jax.controller import answering
-
-_CONFIG = config_flags.DEFINE_config_file(
-  'config', 'configs/smollm2_arithmetic.py', 'Config file.', lock_config=True
-)
-_WORKDIR = flags.DEFINE_string(
-  'workdir', None, 'Run whose newest checkpoint is sampled from.'
-)
-_STEP = flags.DEFINE_integer('step', None, 'Checkpoint; the newest if unset.')
-_PROBLEMS = flags.DEFINE_integer('problems', 4, 'Problems shown.')
-_SAMPLES = flags.DEFINE_integer('samples', 1, 'Completions a problem.')
-_TEMPERATURE = flags.DEFINE_float('temperature', 0.0, '0 is greedy.')
 
 
 def run(
@@ -97,17 +85,29 @@ def _print_group(
   print(file=stream)
 
 
-def main() -> None:
+def define_flags() -> None:
+  """Defines the flags of the command."""
+  command.define_config_flag()
+  flags.DEFINE_string(
+    'workdir', None, 'Run whose newest checkpoint is sampled from.'
+  )
+  flags.DEFINE_integer('step', None, 'Checkpoint; the newest if unset.')
+  flags.DEFINE_integer('problems', 4, 'Problems shown.')
+  flags.DEFINE_integer('samples', 1, 'Completions a problem.')
+  flags.DEFINE_float('temperature', 0.0, '0 is greedy.')
+
+
+def main(values: flags.FlagValues) -> None:
   """Runs the command."""
   run(
-    _CONFIG.value,
-    _WORKDIR.value,
-    step=_STEP.value,
-    num_problems=_PROBLEMS.value,
-    num_samples=_SAMPLES.value,
-    temperature=_TEMPERATURE.value,
+    values.config,
+    values.workdir,
+    step=values.step,
+    num_problems=values.problems,
+    num_samples=values.samples,
+    temperature=values.temperature,
   )
 
 
 if __name__ == '__main__':
-  command.run(main)
+  command.run(define_flags, main)

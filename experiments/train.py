@@ -13,7 +13,6 @@ from typing import TextIO
 
 from absl import flags
 import ml_collections
-from ml_collections import config_flags
 
 from experiments import command
 from llamarl_jax import types
@@ -27,11 +26,6 @@ from llamarl_jax.runtime import report
 from llamarl_jax.runtime import run_summary
 from llamarl_jax.runtime import strict_json
 from llamarl_jax.runtime import workdir as workdir_lib
-
-_CONFIG = config_flags.DEFINE_config_file(
-  'config', 'configs/smollm2_arithmetic.py', 'Config file.', lock_config=True
-)
-_WORKDIR = flags.DEFINE_string('workdir', None, 'Folder of the run.')
 
 
 def run(
@@ -206,15 +200,16 @@ def _finish(
   strict_json.write_text(
     workdir / 'samples.json', json.dumps(samples, indent=2) + '\n'
   )
-  report.write_report(
-    workdir / 'report.html',
-    records=records,
-    summary=summary,
-    tracks=tracks,
-    samples=samples,
-    config=config.to_dict(),
-    run_start=recorder.timeline.run_start,
-  )
+  if config.report.write:
+    report.write_report(
+      workdir / 'report.html',
+      records=records,
+      summary=summary,
+      tracks=tracks,
+      samples=samples,
+      config=config.to_dict(),
+      run_start=recorder.timeline.run_start,
+    )
   strict_json.write_text(
     workdir / 'summary.json', json.dumps(summary, indent=2) + '\n'
   )
@@ -222,12 +217,18 @@ def _finish(
   return summary
 
 
-def main() -> None:
+def define_flags() -> None:
+  """Defines the flags of the command."""
+  command.define_config_flag()
+  flags.DEFINE_string('workdir', None, 'Folder of the run.')
+
+
+def main(values: flags.FlagValues) -> None:
   """Runs the command."""
-  if not _WORKDIR.value:
+  if not values.workdir:
     raise command.InputError('--workdir is missing; give a folder for the run')
-  run(_CONFIG.value, _WORKDIR.value)
+  run(values.config, values.workdir)
 
 
 if __name__ == '__main__':
-  command.run(main)
+  command.run(define_flags, main)

@@ -262,14 +262,14 @@ class StepReport:
   Attributes:
     status: see Status.
     outputs: host records for the next executor.
-    metrics: named numbers.
+    metrics: named numbers, or counts by value.
     spans: stretches of work to put on the executor's track of the timeline.
     fetched: newest version verified in the spare buffer, ready to commit.
   """
 
   status: Status
   outputs: Sequence[Any] = ()
-  metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  metrics: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   spans: Sequence[Span] = ()
   fetched: Version | None = None
 

@@ -11,6 +11,7 @@ import ml_collections
 from llamarl_jax import types
 from llamarl_jax.checkpoints import gguf
 from llamarl_jax.data import chat
+from llamarl_jax.data import reasoning_gym
 from llamarl_jax.data import sources
 from llamarl_jax.data import tokenizers
 from llamarl_jax.executors import policy
@@ -291,6 +292,7 @@ def _arithmetic_options(c: ml_collections.ConfigDict) -> dict[str, Any]:
     'num_operands': c.num_operands,
     'min_value': c.min_value,
     'max_value': c.max_value,
+    'uniform_digits': c.uniform_digits,
     'question_format': 'spaced' if c.spaced else 'compact',
     'held_out_fraction': c.held_out_fraction,
   }
@@ -327,10 +329,17 @@ def reward_arguments(config: ml_collections.ConfigDict) -> dict[str, Any]:
     ValueError: there is no such scorer.
   """
   c = config.reward
-  scorer = catalog.make_reward(c.scorer)
-  hostile = c.scorer in catalog.NEEDS_TIME_LIMIT
+  imports: tuple[str, ...] = ('math_verify',)
+  if c.scorer == 'reasoning_gym':
+    # Not in the catalog: rewards know no problem sources.
+    scorer: types.RewardFn = reasoning_gym.score_reasoning_gym
+    imports = ('llamarl_jax.data.reasoning_gym',)
+  else:
+    scorer = catalog.make_reward(c.scorer)
+  hostile = c.scorer in {'reasoning_gym', *catalog.NEEDS_TIME_LIMIT}
   return {
     'reward_fn': combine.WeightedSum((scorer,), {'correct': 1.0}),
     'num_workers': c.num_workers if hostile else 0,
     'time_limit_seconds': c.timeout_seconds,
+    'worker_imports': imports,
   }

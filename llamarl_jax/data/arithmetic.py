@@ -4,7 +4,9 @@ Training and held-out operands are disjoint, whatever the seed and the order of
 the operands: neither 12 + 34 nor 34 - 12 is trained on if (12, 34) is held out.
 """
 
+from collections.abc import Iterator
 from collections.abc import Sequence
+import dataclasses
 import itertools
 import math
 
@@ -19,6 +21,40 @@ _ENUMERATED = 20_000
 _MAX_ATTEMPTS = 10_000
 
 QUESTION_FORMATS = {'spaced': ' ', 'compact': ''}
+
+
+# Operands, and the operators between them.
+_Expression = tuple[tuple[int, ...], tuple[str, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Space:
+  """All expressions over given operands and operators, numbered."""
+
+  ranges: tuple[range, ...]
+  operators: tuple[str, ...]
+
+  @property
+  def num_tuples(self) -> int:
+    """Number of operand tuples."""
+    return math.prod(map(len, self.ranges))
+
+  @property
+  def size(self) -> int:
+    """Number of expressions."""
+    return self.num_tuples * len(self.operators) ** (len(self.ranges) - 1)
+
+  def at(self, place: int) -> _Expression:
+    """Returns the expression of a number in [0, size)."""
+    operands = []
+    for values in self.ranges:
+      place, digit = divmod(place, len(values))
+      operands.append(values[digit])
+    operators = []
+    for _ in self.ranges[1:]:
+      place, digit = divmod(place, len(self.operators))
+      operators.append(self.operators[digit])
+    return tuple(operands), tuple(operators)
 
 
 class ArithmeticSource:
@@ -39,6 +75,7 @@ class ArithmeticSource:
     prompt_format: chat.PromptFormat | None = None,
     question_format: str = 'spaced',
     held_out_fraction: float = 0.1,
+    uniform_digits: bool = False,
   ):
     """Makes a source.
 
@@ -51,6 +88,10 @@ class ArithmeticSource:
       prompt_format: of field 'question'; the default is '{question} ='.
       question_format: 'spaced' ('12 + 34') or 'compact' ('12+34').
       held_out_fraction: share of operand tuples kept from training.
+      uniform_digits: whether each operand's number of digits is drawn first,
+        then its value. Otherwise values are uniform, and with 0 .. 99 nine
+        operands of ten have two digits. Held-out problems take the numbers of
+        digits in turn, as long as there are distinct ones.
 
     Raises:
       ValueError: if an argument is out of range, or the operands are so few
@@ -58,28 +99,29 @@ class ArithmeticSource:
     """
     _check(operators, num_operands, question_format, held_out_fraction)
     self._seed = seed
-    self._operators = tuple(operators)
     lows = _per_operand('min_value', min_value, num_operands)
     highs = _per_operand('max_value', max_value, num_operands)
     if any(low > high for low, high in zip(lows, highs, strict=True)):
       raise ValueError(
         f'min_value={min_value} is above max_value={max_value}: swap them.'
       )
-    self._ranges = [
-      range(low, high + 1) for low, high in zip(lows, highs, strict=True)
+    ranges = [range(a, b + 1) for a, b in zip(lows, highs, strict=True)]
+    choices = [_by_digits(r) if uniform_digits else [r] for r in ranges]
+    # One, or one for each combination of numbers of digits; equally likely.
+    self._spaces = [
+      _Space(combination, tuple(operators))
+      for combination in itertools.product(*choices)
     ]
     self._separator = QUESTION_FORMATS[question_format]
     self._prompt_format = prompt_format or chat.PlainPrompt('{question} =')
     self._held_out_fraction = held_out_fraction
-    num_tuples = math.prod(map(len, self._ranges))
-    self._size = num_tuples * len(self._operators) ** (num_operands - 1)
     self._num_held_out: int | None = None
-    if num_tuples <= _ENUMERATED:
-      self._num_held_out = self._count_held_out(num_tuples)
+    if sum(space.num_tuples for space in self._spaces) <= _ENUMERATED:
+      self._num_held_out = self._count_held_out()
     # A cache of the walk over the held-out problems, not a state: it gives the
     # same problems in whatever order they are asked for.
-    self._held_out: list[tuple[tuple[int, ...], tuple[str, ...]]] = []
-    self._walked = 0
+    self._held_out: list[_Expression] = []
+    self._walk = self._walk_held_out()
 
   def num_problems(self, split: Split | str) -> int | None:
     """Returns how many problems there are, None for endless or too many."""
@@ -96,7 +138,7 @@ class ArithmeticSource:
     if Split(split) is Split.TRAIN:
       operands, operators = self._train(index)
     else:
-      operands, operators = self._walk_held_out(index)
+      operands, operators = self._held_out_at(index)
     question = self._question(operands, operators)
     return Problem(
       index=index,
@@ -105,10 +147,12 @@ class ArithmeticSource:
       question=question,
     )
 
-  def _train(self, index: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
+  def _train(self, index: int) -> _Expression:
     for attempt in range(_MAX_ATTEMPTS):
       place = addressing.draw(self._seed, 'arithmetic', index, attempt)
-      operands, operators = self._at(place % self._size)
+      place, choice = divmod(place, len(self._spaces))
+      space = self._spaces[choice]
+      operands, operators = space.at(place % space.size)
       if not self._is_held_out(operands):
         return operands, operators
     raise ValueError(
@@ -116,43 +160,44 @@ class ArithmeticSource:
       f'held_out_fraction={self._held_out_fraction}.'
     )
 
-  def _walk_held_out(
-    self, index: int
-  ) -> tuple[tuple[int, ...], tuple[str, ...]]:
+  def _held_out_at(self, index: int) -> _Expression:
     while len(self._held_out) <= index:
-      if self._walked == self._size:
+      expression = next(self._walk, None)
+      if expression is None:
         raise ValueError(
           f'There are {len(self._held_out)} held-out problems, index {index} '
           'was asked for: ask for fewer, widen the operands or raise '
           f'held_out_fraction={self._held_out_fraction}.'
         )
-      place = addressing.permuted(self._walked, self._size, 'arithmetic')
-      self._walked += 1
-      operands, operators = self._at(place)
-      if self._is_held_out(operands):
-        self._held_out.append((operands, operators))
+      self._held_out.append(expression)
     return self._held_out[index]
 
-  def _at(self, place: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Returns operands and operators at a place of the space of problems."""
-    operands = []
-    for values in self._ranges:
-      place, digit = divmod(place, len(values))
-      operands.append(values[digit])
-    operators = []
-    for _ in self._ranges[1:]:
-      place, digit = divmod(place, len(self._operators))
-      operators.append(self._operators[digit])
-    return tuple(operands), tuple(operators)
+  def _walk_held_out(self) -> Iterator[_Expression]:
+    """Yields each held-out problem once, from the spaces in turn."""
+    walks = [self._walk_space(i) for i in range(len(self._spaces))]
+    for expressions in itertools.zip_longest(*walks):
+      yield from (e for e in expressions if e is not None)
+
+  def _walk_space(self, choice: int) -> Iterator[_Expression]:
+    space = self._spaces[choice]
+    for i in range(space.size):
+      place = addressing.permuted(i, space.size, 'arithmetic', choice)
+      operands, operators = space.at(place)
+      if self._is_held_out(operands):
+        yield operands, operators
 
   def _is_held_out(self, operands: Sequence[int]) -> bool:
     return addressing.is_held_out(
       self._held_out_fraction, 'arithmetic', *sorted(operands)
     )
 
-  def _count_held_out(self, num_tuples: int) -> int:
-    tuples = itertools.product(*self._ranges)
-    num_held_out = sum(map(self._is_held_out, tuples))
+  def _count_held_out(self) -> int:
+    num_tuples = num_held_out = count = 0
+    for space in self._spaces:
+      held = sum(map(self._is_held_out, itertools.product(*space.ranges)))
+      num_held_out += held
+      num_tuples += space.num_tuples
+      count += held * (space.size // space.num_tuples)
     if num_held_out == num_tuples or (
       num_held_out == 0 and self._held_out_fraction > 0
     ):
@@ -162,7 +207,7 @@ class ArithmeticSource:
         f'tuples leaves no {empty} problem: widen min_value..max_value or '
         'change the fraction.'
       )
-    return num_held_out * (self._size // num_tuples)
+    return count
 
   def _question(self, operands: Sequence[int], operators: Sequence[str]) -> str:
     parts = [str(operands[0])]
@@ -222,3 +267,19 @@ def _per_operand(
       'for each operand.'
     )
   return tuple(value)
+
+
+def _by_digits(values: range) -> list[range]:
+  """Returns the parts of a range with 1, 2, ... digits, those not empty."""
+  if values.start < 0:
+    raise ValueError(
+      f'uniform_digits is for operands from 0 on, not from {values.start}: '
+      'raise min_value.'
+    )
+  parts = []
+  for num_digits in range(1, len(str(values.stop - 1)) + 1):
+    first = 10 ** (num_digits - 1) if num_digits > 1 else 0
+    part = range(max(first, values.start), min(10**num_digits, values.stop))
+    if part:
+      parts.append(part)
+  return parts

@@ -36,7 +36,7 @@ class PlainPrompt:
 
   template: str = '{question}'
 
-  def __post_init__(self):
+  def __post_init__(self) -> None:
     _field_names(self.template)
 
   def render(self, fields: Mapping[str, Any]) -> str:
@@ -75,7 +75,7 @@ class ChatPrompt:
   bos_token: str = ''
   eos_token: str = ''
 
-  def __post_init__(self):
+  def __post_init__(self) -> None:
     self.field_names()
     if self.system is not None and self.default_system:
       raise ValueError(

@@ -143,7 +143,8 @@ class BytePairTokenizer:
         'file is damaged, fetch it again.'
       )
     vocab = {token: i for i, token in enumerate(tokens)}
-    pairs = [tuple(merge.split(' ')) for merge in merges]
+    halves = [merge.partition(' ') for merge in merges]
+    pairs = [(left, right) for left, _, right in halves]
     self._tokenizer = tokenizers.Tokenizer(
       models.BPE(vocab=vocab, merges=pairs)
     )

@@ -138,7 +138,9 @@ class TrainerExecutor:
     batch = jax.device_put(rows, rules.batch_sharding(self._mesh))
     self._state, metrics = self._train_step(self._state, batch)
     values = {k: float(v) for k, v in jax.device_get(metrics).items()}
+    values |= _effective_sample_size(values)
     facts = batching.batch_facts(inputs, advantages, version)
+    facts['staleness_counts'] = batching.staleness_counts(inputs, version)
     stop = time.time()
     span = types.Span('train_step', start, stop, {'version': version})
     return types.StepReport(
@@ -283,3 +285,11 @@ class TrainerExecutor:
       self._param_shardings,
       rules.replicated(self._mesh),
     )
+
+
+def _effective_sample_size(values: Mapping[str, float]) -> dict[str, float]:
+  """Returns (mean of ratios) ** 2 / mean of squares: 1 on-policy, 0 worst."""
+  square = values.get('importance_ratio_squared', 0.0)
+  if not square > 0:
+    return {}
+  return {'effective_sample_size': values['importance_ratio'] ** 2 / square}

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 
 from llamarl_jax.models import config as config_lib
 
-LOGICAL_AXES = ('layers', 'slots', 'cache', 'kv_heads', 'head_dim')
+# Of the keys and of the values; what a sharding rule needs to know.
+LOGICAL_AXES = ('layers', None, None, 'kv_heads', 'head_dim')
 
 
 @flax.struct.dataclass

@@ -24,6 +24,10 @@ from llamarl_jax.sharding import spec
 # (queries, keys, values) -> mixed values, shaped as the queries.
 AttendFn = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
+# A loop costs a shallow model a tenth of its training step, and compiling it
+# unrolled costs little; a deep one gains nothing and compiles for long.
+_MAX_UNROLLED = 8
+
 
 def _weight(
   rngs: nnx.Rngs,
@@ -39,11 +43,12 @@ class RMSNorm(nnx.Module):
   """x / sqrt(mean(x ** 2) + epsilon) * scale, in float32."""
 
   def __init__(self, config: config_lib.LlamaConfig, rngs: nnx.Rngs):
-    init = nnx.with_partitioning(nnx.initializers.ones, ('embed',))
+    init = nnx.with_partitioning(nnx.initializers.ones, ('norm',))
     self.scale = nnx.Param(init(rngs.params(), (config.width,), jnp.float32))
     self.epsilon = config.norm_epsilon
 
   def __call__(self, x: jax.Array) -> jax.Array:
+    """Returns x normed over its last axis, in the dtype of x."""
     wide = x.astype(jnp.float32)
     mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
     scale = self.scale[...].reshape((1,) * (x.ndim - 1) + (-1,))
@@ -101,6 +106,7 @@ class MLP(nnx.Module):
     self.down = _weight(rngs, (inner, width), ('mlp', 'embed'), back)
 
   def __call__(self, x: jax.Array) -> jax.Array:
+    """Returns what the layer adds to the residual stream, f[..., D]."""
     gate = x @ self.gate[...].astype(x.dtype)
     up = x @ self.up[...].astype(x.dtype)
     return (jax.nn.silu(gate) * up) @ self.down[...].astype(x.dtype)
@@ -118,6 +124,7 @@ class Block(nnx.Module):
   def __call__(
     self, x: jax.Array, turn: rotary.Rotation, attend: AttendFn
   ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """Returns the residual stream, and the keys and values: f[..., K, A]."""
     mixed, read = self.attention(self.attention_norm(x), turn, attend)
     x = x + mixed
     return x + self.mlp(self.mlp_norm(x)), read
@@ -230,7 +237,10 @@ def _forward(
 
   x = _embed(params, tokens, compute_dtype)
   return jax.lax.scan(
-    jax.checkpoint(layer) if remat else layer, x, params['layers']
+    jax.checkpoint(layer) if remat else layer,
+    x,
+    params['layers'],
+    unroll=config.num_layers <= _MAX_UNROLLED,
   )
 
 

@@ -24,7 +24,7 @@ class WeightedSum:
   scorers: 'tuple[RewardFn, ...]'
   weights: Mapping[str, float]
 
-  def __post_init__(self):
+  def __post_init__(self) -> None:
     if not self.scorers or not self.weights:
       raise ValueError(
         f'{len(self.scorers)} scorers with weights {dict(self.weights)}: give '

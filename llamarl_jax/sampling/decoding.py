@@ -212,7 +212,7 @@ def _record(
 
 @functools.partial(
   jax.jit,
-  static_argnames=('config', 'num_steps', 'stop_tokens', 'compute_dtype'),
+  static_argnames=('config', 'stop_tokens', 'compute_dtype'),
   donate_argnames=('state',),
 )
 def decode_segment(
@@ -222,7 +222,7 @@ def decode_segment(
   key: chex.PRNGKey,
   version: jax.Array,
   *,
-  num_steps: int,
+  num_steps: int | jax.Array,
   stop_tokens: tuple[int, ...],
   compute_dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> DecodeState:

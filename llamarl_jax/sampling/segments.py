@@ -83,6 +83,16 @@ def check_fits(
     )
 
 
+def _check_slots(slots: Sequence[int], num_slots: int) -> None:
+  if not slots:
+    raise ValueError('There are 0 assignments; give at least 1.')
+  for slot in slots:
+    if not 0 <= slot < num_slots:
+      raise ValueError(f'Slot {slot} does not exist; there are {num_slots}.')
+  if len(set(slots)) < len(slots):
+    raise ValueError(f'A slot is assigned twice among {list(slots)}.')
+
+
 def _power_of_two(count: int) -> int:
   return 1 << (count - 1).bit_length()
 
@@ -111,25 +121,22 @@ def pack(
       twice, or a request does not fit (see `check_fits`).
   """
   slots = [assignment.slot for assignment in assignments]
-  if not slots:
-    raise ValueError('There are 0 assignments; give at least 1.')
-  for slot in slots:
-    if not 0 <= slot < num_slots:
-      raise ValueError(f'Slot {slot} does not exist; there are {num_slots}.')
-    if slots.count(slot) > 1:
-      raise ValueError(f'Slot {slot} is assigned {slots.count(slot)} times.')
-  requests: dict[tuple[int, int], types.Request] = {}
+  _check_slots(slots, num_slots)
+  requests: list[types.Request] = []
+  row_of: dict[tuple[types.Stream, int], int] = {}
   rows = []
   for assignment in assignments:
     request = assignment.request
-    check_fits(request, max_prompt=max_prompt, max_new=max_new)
-    address = (int(request.stream), request.admission_index)
-    requests.setdefault(address, request)
-    rows.append(list(requests).index(address))
+    address = (request.stream, request.admission_index)
+    if address not in row_of:
+      check_fits(request, max_prompt=max_prompt, max_new=max_new)
+      row_of[address] = len(requests)
+      requests.append(request)
+    rows.append(row_of[address])
   num_rows = _power_of_two(len(requests))
   prompts = np.zeros((num_rows, max_prompt), np.int32)
   lengths = np.ones(num_rows, np.int32)
-  for row, request in enumerate(requests.values()):
+  for row, request in enumerate(requests):
     lengths[row] = len(request.prompt_tokens)
     prompts[row, : lengths[row]] = request.prompt_tokens
   size = _power_of_two(len(slots))

@@ -185,9 +185,9 @@ def batch_facts(
 
   Keys: reward_mean; reward_PART for each other named part; accuracy, where
   there is a part 'correct'; response_length_mean and _max in tokens;
-  truncated_completions, the fraction that ended at its length limit; zero_advantage_fraction, of groups that teach
-  nothing as all their advantages are 0; staleness_mean and _max, over
-  completion tokens.
+  truncated_completions, the fraction that ended at its length limit;
+  zero_advantage_fraction, of groups that teach nothing as all their advantages
+  are 0; staleness_mean and _max, over completion tokens.
 
   Args:
     groups: N scored groups.

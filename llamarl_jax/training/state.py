@@ -14,11 +14,12 @@ def init_train_state(
   """Returns the state before the first batch.
 
   Args:
-    params: float32 master weights.
+    params: float32 master weights. They are copied: a train step donates its
+      state, and the caller may have other uses for them.
     optimizer: the chain that will update them.
   """
   return TrainState(
-    params=params,
+    params=jax.tree.map(jnp.copy, params),
     opt_state=optimizer.init(params),
     batches_consumed=jnp.zeros((), jnp.int32),
     skipped_steps=jnp.zeros((), jnp.int32),

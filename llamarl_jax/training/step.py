@@ -37,7 +37,6 @@ class _Update(NamedTuple):
 
   output: LossOutput
   grad_norm: jax.Array
-  applied: jax.Array
   finite: jax.Array
 
 
@@ -82,8 +81,9 @@ def policy_log_probs(
   before = jnp.maximum(places - 1, 0)
   hidden = jnp.take_along_axis(hidden, before[:, :, None], axis=1)
   targets = jnp.take_along_axis(batch.tokens, places, axis=1)
+  # Dividing what the logits are linear in spares a pass over all of them.
   log_probs, entropy = _score(
-    llama.logits(config, params, hidden) / temperature, targets
+    llama.logits(config, params, hidden / temperature), targets
   )
   rank = jnp.cumsum(mask, axis=1) - 1
 
@@ -240,34 +240,46 @@ def _update(
     metrics = {**metrics, 'entropy': Mean(jnp.sum(entropy), count)}
     return loss.total, LossOutput(loss, metrics)
 
-  grad_fn = jax.grad(loss_sum, has_aux=True)
   if num_micro_batches == 1:
-    grads, output = grad_fn(params, batch)
+    # The count is known after the forward pass: dividing what is propagated
+    # backward spares a pass over all gradients.
+    _, pull_back, output = jax.vjp(
+      lambda p: loss_sum(p, batch), params, has_aux=True
+    )
+    (grads,) = pull_back(_inverse(output.loss.count))
   else:
-    grads, output = _accumulate(grad_fn, params, batch, num_micro_batches)
+    grads, output = _accumulate(loss_sum, params, batch, num_micro_batches)
+    scale = _inverse(output.loss.count)
+    grads = jax.tree.map(lambda g: g * scale, grads)
   if param_shardings is not None:
     grads = jax.lax.with_sharding_constraint(grads, param_shardings)
-  count = jnp.asarray(output.loss.count, jnp.float32)
-  scale = jnp.where(count > 0, 1.0 / jnp.where(count > 0, count, 1.0), 0.0)
-  grads = jax.tree.map(lambda g: g * scale, grads)
   grad_norm = optax.tree.norm(grads)
   finite = jnp.isfinite(output.loss.total) & jnp.isfinite(grad_norm)
-  applied = finite & (count > 0)
+  # A reduction may count rows, also those without a token to train on.
+  has_tokens = output.metrics['entropy'].count > 0
+  applied = finite & (output.loss.count > 0) & has_tokens
   updates, new_opt_state = optimizer.update(grads, opt_state, params)
   new = (optax.apply_updates(params, updates), new_opt_state)
   learned = jax.tree.map(
     lambda after, before: jnp.where(applied, after, before), new, learned
   )
-  return learned, _Update(output, grad_norm, applied, finite)
+  return learned, _Update(output, grad_norm, finite)
+
+
+def _inverse(count: jax.Array) -> jax.Array:
+  """Returns 1 / count, and 0 for a count of 0."""
+  count = jnp.asarray(count, jnp.float32)
+  return jnp.where(count > 0, 1.0 / jnp.where(count > 0, count, 1.0), 0.0)
 
 
 def _accumulate(
-  grad_fn: Callable[[Params, Trajectories], tuple[Params, LossOutput]],
+  loss_sum: Callable[[Params, Trajectories], tuple[jax.Array, LossOutput]],
   params: Params,
   batch: Trajectories,
   num_micro_batches: int,
 ) -> tuple[Params, LossOutput]:
   """Returns gradients and loss sums added over micro-batches."""
+  grad_fn = jax.grad(loss_sum, has_aux=True)
 
   def add(
     grads: Params, micro_batch: Trajectories

@@ -83,6 +83,25 @@ class ArithmeticTest(parameterized.TestCase):
     # Mean (n - 1) / 2 = 499.5 with standard error 1000 / sqrt(12 * 4000) = 4.6.
     self.assertBetween(sum(first) / len(first), 499.5 - 18, 499.5 + 18)
 
+  def test_uniform_digits(self):
+    source = arithmetic.ArithmeticSource(0, uniform_digits=True)
+
+    def digits(split, count):
+      questions = [source.problem(split, i).question for i in range(count)]
+      return [(len(q.split()[0]), len(q.split()[2])) for q in questions]
+
+    num_held_out = source.num_problems('held_out')
+    held_out = {
+      source.problem('held_out', i).question for i in range(num_held_out)
+    }
+    self.assertLen(held_out, num_held_out)
+    train = digits('train', 2000)
+    for pair in ((1, 1), (1, 2), (2, 1), (2, 2)):
+      # A fair quarter each, with fewer of what is held out in part; standard
+      # deviation sqrt(2000 * 3 / 16) = 19.
+      self.assertBetween(train.count(pair), 500 - 80, 500 + 80)
+      self.assertEqual(digits('held_out', 16).count(pair), 4)
+
   def test_formats(self):
     source = arithmetic.ArithmeticSource(
       0,
@@ -109,6 +128,7 @@ class ArithmeticTest(parameterized.TestCase):
     ({'max_value': (1, 2, 3)}, '2 of them'),
     ({'question_format': 'x'}, "question_format='x'"),
     ({'held_out_fraction': 1.0}, r'in \[0, 1\)'),
+    ({'min_value': -1, 'uniform_digits': True}, 'not from -1'),
     ({'max_value': 0}, 'leaves no held-out problem'),
     ({'max_value': 0, 'held_out_fraction': 0.999}, 'leaves no training'),
   )
