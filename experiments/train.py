@@ -139,6 +139,10 @@ def _run(
     weight_bytes=recorder.weight_bytes,
     lost_groups=controller.num_lost_groups,
     parameter_digest=base.ask(launcher, trainer, 'digest'),
+    replica_digests={
+      node.name: base.ask(launcher, handles[node.name], 'digest')
+      for node in plan.program.of_role('generator')
+    },
   )
   recorder.close()
   shown = recorder_lib.samples(before, after, config.report.num_samples)

@@ -11,6 +11,7 @@ import gguf
 from gguf import quants
 import numpy as np
 
+
 @dataclasses.dataclass(frozen=True)
 class Tensor:
   """A tensor as it lies in the file.

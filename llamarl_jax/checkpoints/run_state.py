@@ -7,6 +7,7 @@ classes an optimizer keeps its state in.
 """
 
 from collections.abc import Mapping
+import dataclasses
 import logging
 import pathlib
 from typing import Any
@@ -101,7 +102,7 @@ class RunStateCheckpointer:
     step = self._existing_step(step)
     params = self.restore_params(abstract_state.params, step)
     rest = self._restore_item(step, _TRAINER, _without_params(abstract_state))
-    return rest.replace(params=params), self.metadata(step)
+    return dataclasses.replace(rest, params=params), self.metadata(step)
 
   def restore_params(
     self, abstract_params: Params, step: int | None = None
@@ -187,7 +188,7 @@ def _flatten(tree: Any) -> dict[str, Any]:
 
 
 def _without_params(state: TrainState) -> TrainState:
-  return state.replace(params=None)
+  return dataclasses.replace(state, params=None)
 
 
 def _struct(leaf: Any) -> jax.ShapeDtypeStruct:

@@ -23,6 +23,7 @@ from llamarl_jax.models import config as config_lib
 from llamarl_jax.models import llama
 from llamarl_jax.sampling import decoding
 from llamarl_jax.sampling import segments
+from llamarl_jax.sharding import digest
 from llamarl_jax.sharding import mesh as mesh_lib
 from llamarl_jax.sharding import rules
 
@@ -162,6 +163,8 @@ class GeneratorExecutor:
     metrics: dict[str, float] = {}
     if commit_version is not None:
       spans.append(self._commit(commit_version))
+    if self._policy is None and inputs:
+      raise ValueError('no parameters yet: commit a version first')
     self._waiting.extend(inputs)
     outputs: list[types.Group] = []
     status = types.Status.STARVED
@@ -177,6 +180,10 @@ class GeneratorExecutor:
       spans=spans,
       fetched=self._spare.version if self._spare else None,
     )
+
+  def digest(self) -> str:
+    """Returns a digest of the parameters in use; equals the trainer's."""
+    return digest.params_digest(self._params_and_version()[0])
 
   def state(self) -> Mapping[str, Any]:
     """Returns nothing: what is unfinished is sampled again, at its index."""
@@ -241,11 +248,9 @@ class GeneratorExecutor:
 
   def _segment(self) -> tuple[types.Span, list[types.Group]]:
     """Fills free slots, decodes, and collects what is finished."""
-    if self._policy is None:
-      raise ValueError('no parameters yet: commit a version first')
     start = time.time()
-    params, version = self._policy.params, self._policy.version.batches
-    self._fill_slots()
+    params, version = self._params_and_version()
+    self._fill_slots(params)
     num_active = len(self._slots)
     self._state = decoding.decode_segment(
       self._settings.model,
@@ -265,7 +270,12 @@ class GeneratorExecutor:
     )
     return span, outputs
 
-  def _fill_slots(self) -> None:
+  def _params_and_version(self) -> tuple[types.Params, int]:
+    if self._policy is None:
+      raise ValueError('no parameters yet: commit a version first')
+    return self._policy.params, self._policy.version.batches
+
+  def _fill_slots(self, params: types.Params) -> None:
     """Prefills waiting requests into free slots, whole groups at a time."""
     settings = self._settings
     free = [s for s in range(settings.num_slots) if s not in self._slots]
@@ -278,7 +288,7 @@ class GeneratorExecutor:
         slot = free.pop(0)
         self._slots[slot] = (*place, sample)
         assignments.append(segments.Assignment(request, sample, slot))
-    if assignments and self._policy is not None:
+    if assignments:
       filling = segments.pack(
         assignments,
         num_slots=settings.num_slots,
@@ -286,7 +296,7 @@ class GeneratorExecutor:
         max_new=settings.max_new_tokens,
       )
       self._state = decoding.insert(
-        settings.model, self._policy.params, self._state, filling
+        settings.model, params, self._state, filling
       )
 
   def _harvest(self) -> tuple[list[types.Group], int]:

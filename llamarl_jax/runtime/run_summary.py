@@ -73,6 +73,7 @@ class RunFacts:
     weight_bytes: moved to generators in all.
     lost_groups: admitted and never trained on.
     parameter_digest: of the final parameters.
+    replica_digests: of the parameters each generator replica ended with.
   """
 
   config_name: str
@@ -89,6 +90,7 @@ class RunFacts:
   weight_bytes: int
   lost_groups: int
   parameter_digest: str
+  replica_digests: Mapping[str, str]
 
 
 def build_summary(
@@ -137,6 +139,7 @@ def build_summary(
     'skipped_steps': int(sum(column(records, 'step_skipped'))),
     'lost_groups': facts.lost_groups,
     'parameter_digest': facts.parameter_digest,
+    'replica_digests': dict(facts.replica_digests),
     'versions': versions(),
   }
   return strict_json.plain(summary)

@@ -5,6 +5,7 @@ harvested and refilled, and the weights may change: what is unfinished goes on
 under the new ones, each token recorded with the version that sampled it.
 """
 
+import dataclasses
 import functools
 
 import chex
@@ -65,6 +66,8 @@ class DecodeState:
 @flax.struct.dataclass
 class Filling:
   """Prompts to prefill and the M slots that continue them.
+
+  Prepared as host arrays; see `segments.pack`.
 
   Attributes:
     prompts: i32[P, max_prompt], right-padded.
@@ -198,7 +201,8 @@ def _record(
   full = num_new >= state.max_new
   reason = jnp.where(stopped, STOPPED, jnp.where(full, FULL, RUNNING))
   finish = jnp.where(active, reason, state.finish)
-  return state.replace(
+  return dataclasses.replace(
+    state,
     last_token=jnp.where(active, sampled.tokens, state.last_token),
     position=state.position + active,
     num_new=num_new,
@@ -267,7 +271,7 @@ def decode_segment(
     )
     sampled = samplers.sample(logits, token_keys, state.temperature)
     state = _record(state, sampled, version, stop_tokens)
-    return step + 1, state.replace(cache=cache)
+    return step + 1, dataclasses.replace(state, cache=cache)
 
   _, state = jax.lax.while_loop(unfinished, advance, (jnp.int32(0), state))
   return state

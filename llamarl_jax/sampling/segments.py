@@ -5,6 +5,7 @@ finished completion, is the business of the generator.
 """
 
 from collections.abc import Sequence
+from typing import Any
 from typing import NamedTuple
 
 import numpy as np
@@ -134,14 +135,15 @@ def pack(
       requests.append(request)
     rows.append(row_of[address])
   num_rows = _power_of_two(len(requests))
-  prompts = np.zeros((num_rows, max_prompt), np.int32)
-  lengths = np.ones(num_rows, np.int32)
+  # `Filling` is typed by what the device makes of it, hence Any.
+  prompts: Any = np.zeros((num_rows, max_prompt), np.int32)
+  lengths: Any = np.ones(num_rows, np.int32)
   for row, request in enumerate(requests):
     lengths[row] = len(request.prompt_tokens)
     prompts[row, : lengths[row]] = request.prompt_tokens
   size = _power_of_two(len(slots))
 
-  def padded(values: Sequence[float], fill: int, dtype: type) -> np.ndarray:
+  def padded(values: Sequence[float], fill: int, dtype: type) -> Any:
     return np.array([*values, *[fill] * (size - len(values))], dtype)
 
   asked = [assignment.request for assignment in assignments]

@@ -5,6 +5,8 @@ now each row holds one sequence; row n * G + g is completion g of group n.
 """
 
 from collections.abc import Sequence
+import dataclasses
+from typing import Any
 
 import numpy as np
 
@@ -83,15 +85,17 @@ def row_length(groups: Sequence[Group], multiple: int) -> int:
 def empty_rows(num_rows: int, length: int, pad_token: int) -> Trajectories:
   """Returns rows of nothing but padding: numpy arrays of [num_rows, length]."""
   shape = (num_rows, length)
-  return Trajectories(
-    tokens=np.full(shape, pad_token, np.int32),
-    completion_mask=np.zeros(shape, bool),
-    segment_ids=np.zeros(shape, np.int32),
-    positions=np.zeros(shape, np.int32),
-    behavior_log_probs=np.zeros(shape, np.float32),
-    policy_version=np.zeros(shape, np.int32),
-    advantages=np.zeros(shape, np.float32),
-  )
+  # Any: the nouns are declared as device arrays, which these are to become.
+  arrays: dict[str, Any] = {
+    'tokens': np.full(shape, pad_token, np.int32),
+    'completion_mask': np.zeros(shape, bool),
+    'segment_ids': np.zeros(shape, np.int32),
+    'positions': np.zeros(shape, np.int32),
+    'behavior_log_probs': np.zeros(shape, np.float32),
+    'policy_version': np.zeros(shape, np.int32),
+    'advantages': np.zeros(shape, np.float32),
+  }
+  return Trajectories(**arrays)
 
 
 def place_sequence(
@@ -160,7 +164,8 @@ def build_trajectories(
     )
   rows = empty_rows(len(groups) * size, row_length, pad_token)
   if all(group.reference_log_probs is not None for group in groups):
-    rows = rows.replace(reference_log_probs=np.zeros_like(rows.advantages))
+    zeros: Any = np.zeros_like(rows.advantages)
+    rows = dataclasses.replace(rows, reference_log_probs=zeros)
   for n, group in enumerate(groups):
     for place, completion in enumerate(group.completions):
       if completion.tokens.size == 0:
@@ -173,8 +178,9 @@ def build_trajectories(
       rows.behavior_log_probs[row, where] = completion.log_probs
       rows.policy_version[row, where] = completion.versions
       rows.advantages[row, where] = advantages[n, g]
-      if rows.reference_log_probs is not None:
-        rows.reference_log_probs[row, where] = group.reference_log_probs[place]
+      reference = group.reference_log_probs
+      if rows.reference_log_probs is not None and reference is not None:
+        rows.reference_log_probs[row, where] = reference[place]
   return rows
 
 

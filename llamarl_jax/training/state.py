@@ -1,5 +1,7 @@
 """The train state: how it starts, and where its leaves live on a mesh."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -30,7 +32,7 @@ def train_state_shardings(
   params: Params,
   optimizer: optax.GradientTransformation,
   param_shardings: Params,
-  replicated: jax.sharding.Sharding,
+  replicated: Any,
 ) -> TrainState:
   """Returns a tree of shardings in the shape of the train state.
 
@@ -40,7 +42,7 @@ def train_state_shardings(
     params: arrays or `jax.ShapeDtypeStruct`s.
     optimizer: the chain that will update them.
     param_shardings: a sharding for each leaf of `params`.
-    replicated: the sharding of scalars, on the same mesh.
+    replicated: the `Sharding` of scalars, on the same mesh.
   """
   abstract = jax.eval_shape(lambda p: init_train_state(p, optimizer), params)
   return TrainState(

@@ -7,6 +7,7 @@ is split has no influence on how its tokens are weighted.
 """
 
 from collections.abc import Callable
+import dataclasses
 import functools
 from typing import Any
 from typing import NamedTuple
@@ -234,7 +235,7 @@ def _update(
     if fill_proximal:
       # With one update a batch the proximal policy is the current one.
       fixed = jax.lax.stop_gradient(log_probs)
-      micro_batch = micro_batch.replace(proximal_log_probs=fixed)
+      micro_batch = dataclasses.replace(micro_batch, proximal_log_probs=fixed)
     loss, metrics = loss_fn(log_probs, micro_batch)
     count = jnp.sum(micro_batch.completion_mask, dtype=jnp.float32)
     metrics = {**metrics, 'entropy': Mean(jnp.sum(entropy), count)}
@@ -300,7 +301,7 @@ def _with_proximal(
     lambda part: policy(params, part)[0], _split(batch, num_splits)
   )
   log_probs = parts.swapaxes(0, 1).reshape(batch.tokens.shape)
-  return batch.replace(proximal_log_probs=log_probs)
+  return dataclasses.replace(batch, proximal_log_probs=log_probs)
 
 
 def _split(batch: Trajectories, num_splits: int) -> Trajectories:

@@ -31,6 +31,7 @@ _REQUIRED = (
   'log_prob_gap_mean',
   'lost_groups',
   'parameter_digest',
+  'replica_digests',
   'versions',
   'seed',
   'config_name',
@@ -53,6 +54,7 @@ def _facts(**changes):
     'weight_bytes': 43_200_000_000,
     'lost_groups': 0,
     'parameter_digest': 'abc',
+    'replica_digests': {'generator_0': 'abc'},
   }
   return run_summary.RunFacts(**{**values, **changes})
 
