@@ -29,7 +29,7 @@ def get_config() -> ml_collections.ConfigDict:
   c.generator.segment_length = 5
   c.trainer.learning_rate = 1e-4
   c.trainer.micro_batch_size = 512
-  c.trainer.length_multiple = 4
+  c.trainer.length_multiple = 8
   c.supervised.num_steps = 300
   c.evaluation.num_problems = 512
   return c

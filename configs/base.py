@@ -105,7 +105,10 @@ def get_config() -> ml_collections.ConfigDict:
   c.trainer.epsilon = 1e-8
   c.trainer.weight_decay = 0.0
   c.trainer.clip_norm = 1.0  # Global gradient norm.
-  c.trainer.micro_batch_size = 64  # Rows of one forward and backward pass.
+  # Completions of one forward and backward pass.
+  c.trainer.micro_batch_size = 64
+  # Put a group into one row, so that its prompt is computed once, not G times.
+  c.trainer.share_prompts = True
   c.trainer.num_minibatches = 1  # Optimizer steps a batch.
   c.trainer.length_multiple = 8  # Row lengths are padded to a multiple.
   c.trainer.num_devices = 1  # Simulated ones on a CPU.

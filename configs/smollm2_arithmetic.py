@@ -24,10 +24,11 @@ def get_config() -> ml_collections.ConfigDict:
   c.problems.held_out_fraction = 0.3
   c.prompt.chat = True
   c.prompt.prefill = '{question} ='
-  c.generator.max_prompt_length = 32
+  c.generator.max_prompt_length = 24
   c.generator.max_new_tokens = 6
   c.generator.segment_length = 3
-  c.trainer.length_multiple = 4
+  # 23 tokens of the longest prompt and 8 times 6 of completions, at most.
+  c.trainer.length_multiple = 72
   # Six tokens are enough for the answer; what follows is cut.
   c.report.expect_truncation = True
   return c

@@ -85,6 +85,10 @@ class Trajectories:
     reference_log_probs: f32[R, T] of the reference policy, or None.
     proximal_log_probs: f32[R, T] of the policy at the start of the batch, as
       the trainer recomputes it, or None.
+    prefix_ids: i32[R, T], the segment that a token reads beside its own, as
+      completions of one group read their prompt; 0 or None for none.
+    predecessors: i32[R, T], place in the row of the token before, from which
+      this one is predicted; None where that is t - 1.
   """
 
   tokens: jax.Array
@@ -96,6 +100,8 @@ class Trajectories:
   advantages: jax.Array
   reference_log_probs: jax.Array | None = None
   proximal_log_probs: jax.Array | None = None
+  prefix_ids: jax.Array | None = None
+  predecessors: jax.Array | None = None
 
 
 class LossOutput(NamedTuple):

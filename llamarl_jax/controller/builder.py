@@ -169,6 +169,8 @@ def _trainer_node(
         num_micro_batches=checks.num_micro_batches(config),
         num_minibatches=c.num_minibatches,
         length_multiple=c.length_multiple,
+        share_prompts=c.share_prompts,
+        group_size=config.group_size,
         checkpoints=str(workdir / 'checkpoints'),
         keep_checkpoints=c.keep_checkpoints,
         transport=transport,

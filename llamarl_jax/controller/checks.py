@@ -113,17 +113,25 @@ def _check_batch(config: ml_collections.ConfigDict) -> None:
     raise ValueError(
       f'trainer.micro_batch_size={trainer.micro_batch_size} (times'
       f' num_minibatches={trainer.num_minibatches}) does not divide the batch'
-      f' of batch_size * group_size = {rows} rows; choose a divisor'
+      f' of batch_size * group_size = {rows} completions; choose a divisor'
     )
-  for field, size in (
-    ('trainer.micro_batch_size', trainer.micro_batch_size),
-    ('supervised.batch_size', config.supervised.batch_size),
+  # Completions that cannot be split: those of one row.
+  unit = config.group_size if trainer.share_prompts else 1
+  if trainer.micro_batch_size % unit:
+    raise ValueError(
+      f'trainer.micro_batch_size={trainer.micro_batch_size} does not hold whole'
+      f' groups of group_size={unit}; choose a multiple, or set'
+      ' trainer.share_prompts=False'
+    )
+  shards = trainer.data * trainer.fsdp
+  for field, size, least in (
+    ('trainer.micro_batch_size', trainer.micro_batch_size, unit * shards),
+    ('supervised.batch_size', config.supervised.batch_size, shards),
   ):
-    shards = trainer.data * trainer.fsdp
-    if size % shards:
+    if size % least:
       raise ValueError(
         f'{field}={size} does not divide over trainer.data * trainer.fsdp ='
-        f' {shards} devices; choose a multiple of {shards}'
+        f' {shards} devices; choose a multiple of {least}'
       )
 
 

@@ -46,6 +46,8 @@ class TrainerSettings:
     num_micro_batches: forward and backward passes an update.
     num_minibatches: updates a batch.
     length_multiple: row lengths are rounded up to a multiple of it.
+    share_prompts: one row a group, its prompt computed once.
+    group_size: completions a problem (G).
     checkpoints: folder of this run's checkpoints.
     keep_checkpoints: how many of the newest to keep.
     transport: name of the weight transport.
@@ -66,6 +68,8 @@ class TrainerSettings:
   num_micro_batches: int
   num_minibatches: int
   length_multiple: int
+  share_prompts: bool
+  group_size: int
   checkpoints: str
   keep_checkpoints: int
   transport: str
@@ -97,7 +101,8 @@ class TrainerExecutor:
       registry.make_loss(**settings.loss),
       self._optimizer,
       temperature=settings.temperature,
-      max_completion=settings.max_new_tokens,
+      max_completion=settings.max_new_tokens
+      * (settings.group_size if settings.share_prompts else 1),
       num_micro_batches=settings.num_micro_batches,
       num_minibatches=settings.num_minibatches,
       recompute_proximal=settings.loss['name'] in registry.NEEDS_PROXIMAL,
@@ -132,8 +137,11 @@ class TrainerExecutor:
     rows = batching.build_trajectories(
       inputs,
       advantages,
-      row_length=batching.row_length(inputs, settings.length_multiple),
+      row_length=batching.row_length(
+        inputs, settings.length_multiple, share_prompts=settings.share_prompts
+      ),
       pad_token=settings.pad_token,
+      share_prompts=settings.share_prompts,
     )
     batch = jax.device_put(rows, rules.batch_sharding(self._mesh))
     self._state, metrics = self._train_step(self._state, batch)

@@ -12,17 +12,26 @@ import jax.numpy as jnp
 _MASKED = -1e30
 
 
-def causal_mask(segment_ids: jax.Array) -> jax.Array:
+def causal_mask(
+  segment_ids: jax.Array, prefix_ids: jax.Array | None = None
+) -> jax.Array:
   """Returns which key each query may read, bool[B, T, T].
 
   A token reads itself and what precedes it in its own segment. Padding is a
   segment like another: it reads only padding, and only padding reads it.
 
+  With `prefix_ids` it reads that segment too: several completions share one
+  prompt that stands before them in the row.
+
   Args:
     segment_ids: i32[B, T], 0 = padding.
+    prefix_ids: i32[B, T], 0 = no prefix; or None.
   """
   length = segment_ids.shape[-1]
   same = segment_ids[:, :, None] == segment_ids[:, None, :]
+  if prefix_ids is not None:
+    of_prefix = prefix_ids[:, :, None] == segment_ids[:, None, :]
+    same |= of_prefix & (prefix_ids > 0)[:, :, None]
   causal = jnp.tril(jnp.ones((length, length), bool))
   return same & causal[None]
 

@@ -218,6 +218,7 @@ def _forward(
   tokens: jax.Array,
   positions: jax.Array,
   segment_ids: jax.Array,
+  prefix_ids: jax.Array | None,
   compute_dtype: jax.typing.DTypeLike,
   remat: bool,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
@@ -227,7 +228,7 @@ def _forward(
   turn = rotary.rotation(
     positions, head_dim=config.head_dim, theta=config.rope_theta
   )
-  mask = attention_lib.causal_mask(segment_ids)
+  mask = attention_lib.causal_mask(segment_ids, prefix_ids)
   attend = functools.partial(attention_lib.attend, mask=mask)
 
   def layer(
@@ -251,6 +252,7 @@ def hidden_states(
   positions: jax.Array,
   segment_ids: jax.Array,
   *,
+  prefix_ids: jax.Array | None = None,
   compute_dtype: jax.typing.DTypeLike = jnp.float32,
   remat: bool = False,
 ) -> jax.Array:
@@ -262,12 +264,21 @@ def hidden_states(
     tokens: i32[B, T].
     positions: i32[B, T], restarting at 0 with each segment.
     segment_ids: i32[B, T], 0 = padding; tokens of one segment see only it.
+    prefix_ids: i32[B, T], a further segment that a token sees, 0 = none; or
+      None.
     compute_dtype: of the matrix products; norms and softmax are in float32.
     remat: whether to recompute each layer in the backward pass, which saves
       memory.
   """
   x, _ = _forward(
-    config, params, tokens, positions, segment_ids, compute_dtype, remat
+    config,
+    params,
+    tokens,
+    positions,
+    segment_ids,
+    prefix_ids,
+    compute_dtype,
+    remat,
   )
   norm = _bind(RMSNorm, config, params['final_norm'])
   return norm(x.astype(jnp.float32))
@@ -320,7 +331,7 @@ def prefill(
   positions = jnp.broadcast_to(row, tokens.shape)
   segment_ids = (positions < lengths[:, None]).astype(jnp.int32)
   _, (keys, values) = _forward(
-    config, params, tokens, positions, segment_ids, compute_dtype, False
+    config, params, tokens, positions, segment_ids, None, compute_dtype, False
   )
   return kv_cache.KVCache(keys, values)
 

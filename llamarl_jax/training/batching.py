@@ -1,12 +1,11 @@
 """From finished groups to the rows of a train step, and facts about them.
 
-Everything is numpy on the host: groups are ragged, a train step is not. For
-now each row holds one sequence; row n * G + g is completion g of group n.
+Everything is numpy on the host: groups are ragged, a train step is not. A row
+holds one sequence (row n * G + g is completion g of group n) or one group.
 """
 
+from collections.abc import Iterable
 from collections.abc import Sequence
-import dataclasses
-from typing import Any
 
 import numpy as np
 
@@ -63,39 +62,45 @@ def group_rewards(groups: Sequence[Group]) -> tuple[np.ndarray, np.ndarray]:
   return rewards, valid
 
 
-def row_length(groups: Sequence[Group], multiple: int) -> int:
-  """Returns the longest prompt + completion, rounded up to `multiple`.
+def row_length(
+  groups: Sequence[Group], multiple: int, *, share_prompts: bool = False
+) -> int:
+  """Returns the tokens of the longest row, rounded up to `multiple`.
 
   Rounding bounds the number of shapes that the train step is compiled for.
 
   Args:
     groups: the groups of a batch, at least one.
     multiple: what the length shall be a multiple of, at least 1.
+    share_prompts: as for `build_trajectories`.
   """
   if multiple < 1:
     raise ValueError(f'multiple must be at least 1, got {multiple}')
+  combine = sum if share_prompts else _longest
   longest = max(
     len(group.request.prompt_tokens)
-    + max((c.tokens.size for c in group.completions), default=0)
+    + combine(c.tokens.size for c in group.completions)
     for group in groups
   )
   return -(-longest // multiple) * multiple
 
 
+def _longest(lengths: Iterable[int]) -> int:
+  return max(lengths, default=0)
+
+
 def empty_rows(num_rows: int, length: int, pad_token: int) -> Trajectories:
   """Returns rows of nothing but padding: numpy arrays of [num_rows, length]."""
   shape = (num_rows, length)
-  # Any: the nouns are declared as device arrays, which these are to become.
-  arrays: dict[str, Any] = {
-    'tokens': np.full(shape, pad_token, np.int32),
-    'completion_mask': np.zeros(shape, bool),
-    'segment_ids': np.zeros(shape, np.int32),
-    'positions': np.zeros(shape, np.int32),
-    'behavior_log_probs': np.zeros(shape, np.float32),
-    'policy_version': np.zeros(shape, np.int32),
-    'advantages': np.zeros(shape, np.float32),
-  }
-  return Trajectories(**arrays)
+  return Trajectories(
+    tokens=np.full(shape, pad_token, np.int32),
+    completion_mask=np.zeros(shape, bool),
+    segment_ids=np.zeros(shape, np.int32),
+    positions=np.zeros(shape, np.int32),
+    behavior_log_probs=np.zeros(shape, np.float32),
+    policy_version=np.zeros(shape, np.int32),
+    advantages=np.zeros(shape, np.float32),
+  )
 
 
 def place_sequence(
@@ -118,20 +123,48 @@ def place_sequence(
   Raises:
     ValueError: if the prompt is empty, or if the row is too short.
   """
-  start, stop = len(prompt), len(prompt) + len(completion)
-  length = rows.tokens.shape[1]
-  if start < 1:
+  _place_prompt(rows, row, prompt)
+  return _place_completion(rows, row, len(prompt), len(prompt), completion, 1)
+
+
+def _place_prompt(
+  rows: Trajectories, row: int, prompt: Sequence[int] | np.ndarray
+) -> None:
+  """Writes a prompt to the start of a row, as segment 1."""
+  stop = len(prompt)
+  if stop < 1:
     raise ValueError(f'row {row} has an empty prompt: it needs one token')
+  _check_room(rows, row, stop)
+  rows.tokens[row, :stop] = prompt
+  rows.segment_ids[row, :stop] = 1
+  rows.positions[row, :stop] = np.arange(stop)
+
+
+def _place_completion(
+  rows: Trajectories,
+  row: int,
+  start: int,
+  position: int,
+  completion: Sequence[int] | np.ndarray,
+  segment_id: int,
+) -> slice:
+  """Writes a completion whose first token is at `position` of its sequence."""
+  stop = start + len(completion)
+  _check_room(rows, row, stop)
+  where = slice(start, stop)
+  rows.tokens[row, where] = completion
+  rows.completion_mask[row, where] = True
+  rows.segment_ids[row, where] = segment_id
+  rows.positions[row, where] = position + np.arange(stop - start)
+  return where
+
+
+def _check_room(rows: Trajectories, row: int, stop: int) -> None:
+  length = rows.tokens.shape[1]
   if stop > length:
     raise ValueError(
       f'row {row} needs {stop} tokens but rows hold {length}: raise row_length'
     )
-  rows.tokens[row, :start] = prompt
-  rows.tokens[row, start:stop] = completion
-  rows.completion_mask[row, start:stop] = True
-  rows.segment_ids[row, :stop] = 1
-  rows.positions[row, :stop] = np.arange(stop)
-  return slice(start, stop)
 
 
 def build_trajectories(
@@ -140,18 +173,25 @@ def build_trajectories(
   *,
   row_length: int,
   pad_token: int,
+  share_prompts: bool = False,
 ) -> Trajectories:
-  """Returns the rows of a batch, one sequence each, in group order.
+  """Returns the rows of a batch, in group order.
 
-  Completions that are missing or empty leave a row of padding, so that the
-  shape depends on N, G and `row_length` alone. Reference log-probs are there
-  where every group has them.
+  By default a row holds one sequence. With `share_prompts` it holds one group:
+  the prompt once, as segment 1, then its completions as segments 2, 3, ...,
+  each of which reads the prompt and itself. The loss is the same, and the
+  prompt is computed once instead of G times.
+
+  Completions that are missing or empty leave padding, so that the shape depends
+  on N, G and `row_length` alone. Reference log-probs are there where every
+  group has them.
 
   Args:
     groups: N groups of G requested completions.
     advantages: f32[N, G], one for each completion.
     row_length: T, tokens a row.
     pad_token: token id of padding.
+    share_prompts: one row a group instead of one a sequence.
 
   Raises:
     ValueError: if shapes disagree or a sequence does not fit.
@@ -162,26 +202,64 @@ def build_trajectories(
       f'advantages have shape {advantages.shape}, but the batch has '
       f'{len(groups)} groups of {size}'
     )
-  rows = empty_rows(len(groups) * size, row_length, pad_token)
+  num_rows = len(groups) if share_prompts else len(groups) * size
+  rows = empty_rows(num_rows, row_length, pad_token)
+  if share_prompts:
+    before = np.maximum(np.arange(row_length, dtype=np.int32) - 1, 0)
+    rows = rows.replace(
+      prefix_ids=np.zeros_like(rows.tokens),
+      predecessors=np.tile(before, (num_rows, 1)),
+    )
   if all(group.reference_log_probs is not None for group in groups):
-    zeros: Any = np.zeros_like(rows.advantages)
-    rows = dataclasses.replace(rows, reference_log_probs=zeros)
+    rows = rows.replace(reference_log_probs=np.zeros_like(rows.advantages))
   for n, group in enumerate(groups):
-    for place, completion in enumerate(group.completions):
-      if completion.tokens.size == 0:
-        continue
-      g = completion.sample_index
-      row = n * size + g
+    places = (_place_group if share_prompts else _place_rows)(
+      rows, n, group, size
+    )
+    for i, (row, where) in places.items():
+      completion = group.completions[i]
+      rows.behavior_log_probs[row, where] = completion.log_probs
+      rows.policy_version[row, where] = completion.versions
+      rows.advantages[row, where] = advantages[n, completion.sample_index]
+      if rows.reference_log_probs is not None:
+        rows.reference_log_probs[row, where] = group.reference_log_probs[i]
+  return rows
+
+
+def _place_rows(
+  rows: Trajectories, n: int, group: Group, size: int
+) -> dict[int, tuple[int, slice]]:
+  """Writes group n as one row a completion; returns row and place of each."""
+  places = {}
+  for i, completion in enumerate(group.completions):
+    if completion.tokens.size:
+      row = n * size + completion.sample_index
       where = place_sequence(
         rows, row, group.request.prompt_tokens, completion.tokens
       )
-      rows.behavior_log_probs[row, where] = completion.log_probs
-      rows.policy_version[row, where] = completion.versions
-      rows.advantages[row, where] = advantages[n, g]
-      reference = group.reference_log_probs
-      if rows.reference_log_probs is not None and reference is not None:
-        rows.reference_log_probs[row, where] = reference[place]
-  return rows
+      places[i] = (row, where)
+  return places
+
+
+def _place_group(
+  rows: Trajectories, n: int, group: Group, size: int
+) -> dict[int, tuple[int, slice]]:
+  """Writes group n as one row; returns row and place of each completion."""
+  del size
+  prompt = group.request.prompt_tokens
+  _place_prompt(rows, n, prompt)
+  places = {}
+  start = len(prompt)
+  for i, completion in enumerate(group.completions):
+    if completion.tokens.size:
+      where = _place_completion(
+        rows, n, start, len(prompt), completion.tokens, i + 2
+      )
+      rows.prefix_ids[n, where] = 1
+      rows.predecessors[n, start] = len(prompt) - 1
+      places[i] = (n, where)
+      start = where.stop
+  return places
 
 
 def batch_facts(

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from llamarl_jax.algorithms import log_probs as log_probs_lib
 from llamarl_jax.models import config as config_lib
 from llamarl_jax.models import llama
 from llamarl_jax.types import LossFn
@@ -39,6 +40,12 @@ class _Update(NamedTuple):
   output: LossOutput
   grad_norm: jax.Array
   finite: jax.Array
+
+
+# ((params, opt_state), batch) -> ((params, opt_state), facts)
+UpdateFn = Callable[
+  [tuple[Params, Any], Trajectories], tuple[tuple[Params, Any], _Update]
+]
 
 
 def policy_log_probs(
@@ -73,18 +80,26 @@ def policy_log_probs(
     batch.tokens,
     batch.positions,
     batch.segment_ids,
+    prefix_ids=batch.prefix_ids,
     remat=remat,
   )
   size = min(max_completion, mask.shape[1])
   # A stable sort of the inverted mask lists completion tokens first, in order.
   places = jnp.argsort(~mask, axis=1, stable=True)[:, :size]
-  # Token t is predicted by what was read up to token t - 1.
-  before = jnp.maximum(places - 1, 0)
+  # Token t is predicted by what was read up to the token before it.
+  if batch.predecessors is None:
+    before = jnp.maximum(places - 1, 0)
+  else:
+    before = jnp.take_along_axis(batch.predecessors, places, axis=1)
   hidden = jnp.take_along_axis(hidden, before[:, :, None], axis=1)
   targets = jnp.take_along_axis(batch.tokens, places, axis=1)
-  # Dividing what the logits are linear in spares a pass over all of them.
-  log_probs, entropy = _score(
-    llama.logits(config, params, hidden / temperature), targets
+  logits = llama.logits(config, params, hidden)
+  log_probs = log_probs_lib.token_log_probs(
+    logits, targets, temperature=temperature
+  )
+  # A metric only: no gradient is taken of it.
+  entropy = log_probs_lib.entropy(
+    jax.lax.stop_gradient(logits), temperature=temperature
   )
   rank = jnp.cumsum(mask, axis=1) - 1
 
@@ -95,18 +110,6 @@ def policy_log_probs(
     return jnp.where(mask, inside, 0.0)
 
   return spread(log_probs), spread(entropy)
-
-
-def _score(
-  logits: jax.Array, targets: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-  """Returns log-probs of targets [R, K] under logits [R, K, V]; entropies."""
-  norm = jax.nn.logsumexp(logits, axis=-1)
-  chosen = jnp.take_along_axis(logits, targets[:, :, None], axis=-1)[..., 0]
-  # A metric only: no gradient is taken of it.
-  fixed, fixed_norm = jax.lax.stop_gradient((logits, norm))
-  probs = jnp.exp(fixed - fixed_norm[:, :, None])
-  return chosen - norm, fixed_norm - jnp.sum(probs * fixed, axis=-1)
 
 
 def make_train_step(
@@ -133,8 +136,7 @@ def make_train_step(
 
   Metrics are those of the loss as means over the batch; and loss, entropy,
   completion_tokens (the loss's denominator), grad_norm (before clipping, mean
-  over minibatches), step_skipped (the number of updates skipped as not
-  finite).
+  over minibatches), step_skipped (updates skipped as not finite).
 
   Args:
     config: of the model.
@@ -142,8 +144,7 @@ def make_train_step(
     optimizer: see `optimizer.make_optimizer`.
     temperature: that of the sampler, above 0.
     max_completion: completion tokens that a row may hold.
-    num_micro_batches: parts that the gradient of an update is summed over, one
-      at a time, to bound the memory of activations.
+    num_micro_batches: parts the gradient of an update is summed over in turn.
     num_minibatches: optimizer updates a batch, each on its share of the rows
       with its own denominator; more than one needs a loss that tolerates it.
     recompute_proximal: whether to give the loss `proximal_log_probs`, those of
@@ -183,36 +184,44 @@ def make_train_step(
     recompute_proximal and num_minibatches == 1,
     None if state_shardings is None else state_shardings.params,
   )
-
-  def train_step(
-    state: TrainState, batch: Trajectories
-  ) -> tuple[TrainState, dict[str, jax.Array]]:
-    _check_rows(batch, num_micro_batches, num_minibatches)
-    learned = (state.params, state.opt_state)
-    if num_minibatches == 1:
-      learned, result = update(learned, batch)
-      results = jax.tree.map(lambda x: x[None], result)
-    else:
-      batch = _with_proximal(
-        policy, state.params, batch, num_minibatches * num_micro_batches
-      )
-      learned, results = jax.lax.scan(
-        update, learned, _split(batch, num_minibatches)
-      )
-    skipped = jnp.sum(~results.finite, dtype=jnp.int32)
-    state = TrainState(
-      params=learned[0],
-      opt_state=learned[1],
-      batches_consumed=state.batches_consumed + 1,
-      skipped_steps=state.skipped_steps + skipped,
-    )
-    return state, _metrics(results, skipped)
-
   return jax.jit(
-    train_step,
+    functools.partial(
+      _train_step, policy, update, num_micro_batches, num_minibatches
+    ),
     donate_argnums=0,
     out_shardings=None if state_shardings is None else (state_shardings, None),
   )
+
+
+def _train_step(
+  policy: PolicyFn,
+  update: UpdateFn,
+  num_micro_batches: int,
+  num_minibatches: int,
+  state: TrainState,
+  batch: Trajectories,
+) -> tuple[TrainState, dict[str, jax.Array]]:
+  """Returns the state after all updates of a batch, and its metrics."""
+  _check_rows(batch, num_micro_batches, num_minibatches)
+  learned = (state.params, state.opt_state)
+  if num_minibatches == 1:
+    learned, result = update(learned, batch)
+    results = jax.tree.map(lambda x: x[None], result)
+  else:
+    batch = _with_proximal(
+      policy, state.params, batch, num_minibatches * num_micro_batches
+    )
+    learned, results = jax.lax.scan(
+      update, learned, _split(batch, num_minibatches)
+    )
+  skipped = jnp.sum(~results.finite, dtype=jnp.int32)
+  state = TrainState(
+    params=learned[0],
+    opt_state=learned[1],
+    batches_consumed=state.batches_consumed + 1,
+    skipped_steps=state.skipped_steps + skipped,
+  )
+  return state, _metrics(results, skipped)
 
 
 def _update(

@@ -48,7 +48,7 @@ class ConfigTest(parameterized.TestCase):
     ({'max_staleness': -1}, ('max_staleness=-1', '0 or more')),
     (
       {'trainer__micro_batch_size': 5},
-      ('micro_batch_size=5', '32 rows', 'divisor'),
+      ('micro_batch_size=5', '32 completions', 'divisor'),
     ),
     (
       {'trainer__num_devices': 16, 'trainer__fsdp': 16},

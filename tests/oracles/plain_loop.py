@@ -35,7 +35,7 @@ def run(
     registry.make_loss(**s.loss),
     optimizer,
     temperature=s.temperature,
-    max_completion=s.max_new_tokens,
+    max_completion=s.max_new_tokens * (s.group_size if s.share_prompts else 1),
   )
   advantage_fn = jax.jit(registry.make_advantage(**s.advantage))
   sizes = {'max_prompt': g.max_prompt_length, 'max_new': g.max_new_tokens}
@@ -69,8 +69,11 @@ def run(
     batch = batching.build_trajectories(
       groups,
       advantages,
-      row_length=batching.row_length(groups, s.length_multiple),
+      row_length=batching.row_length(
+        groups, s.length_multiple, share_prompts=s.share_prompts
+      ),
       pad_token=s.pad_token,
+      share_prompts=s.share_prompts,
     )
     state, _ = train_step(state, jax.device_put(batch))
     digests.append(digest.params_digest(state.params))
