@@ -13,6 +13,7 @@ from typing import TextIO
 
 from absl import flags
 import ml_collections
+import numpy as np
 
 from experiments import command
 from llamarl_jax import types
@@ -26,6 +27,9 @@ from llamarl_jax.runtime import report
 from llamarl_jax.runtime import run_summary
 from llamarl_jax.runtime import strict_json
 from llamarl_jax.runtime import workdir as workdir_lib
+
+# Supervised steps whose mean loss is compared with `supervised.stop_loss`.
+_SUPERVISED_WINDOW = 10
 
 
 def run(
@@ -156,20 +160,26 @@ def _supervise(
   trainer: base.Handle,
   recorder: recorder_lib.Recorder,
 ) -> None:
-  """Gives a model from scratch its start."""
+  """Gives a model from scratch its start, of a quality that can be set."""
   settings = config.supervised
+  losses: list[float] = []
   for step in range(settings.num_steps):
     examples = plan.task.examples(
       step * settings.batch_size, settings.batch_size
     )
     answer = base.ask(launcher, trainer, 'supervise', examples)
     recorder.report('trainer', answer)
+    losses.append(answer.metrics['loss'])
     done = step + 1
-    if done % 50 == 0 or done == settings.num_steps:
-      loss = answer.metrics['loss']
+    loss = float(np.mean(losses[-_SUPERVISED_WINDOW:]))
+    good = done >= _SUPERVISED_WINDOW and loss < settings.stop_loss
+    if good or done % 50 == 0 or done == settings.num_steps:
       recorder.say(
         f'supervised step {done}/{settings.num_steps}  loss {loss:.3f}'
+        + ('  good enough, stopped' if good else '')
       )
+    if good:
+      break
 
 
 def _evaluate(

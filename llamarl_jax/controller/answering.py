@@ -51,6 +51,7 @@ class Answerer:
       name='generator',
       settings=builder.generator_settings(config, model),
     )
+    self.abstract_params = self._generator.abstract_params
     shardings = self._generator.param_shardings
     version = types.Version(0, 0)
     if checkpoints is None:
