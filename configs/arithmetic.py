@@ -15,7 +15,7 @@ def get_config() -> ml_collections.ConfigDict:
   """Returns the config."""
   c = base.get_config()
   c.name = 'arithmetic'
-  c.num_steps = 400
+  c.num_steps = 800
   c.batch_size = 64
   c.group_size = 8
   c.problems.operators = '+'
@@ -27,10 +27,10 @@ def get_config() -> ml_collections.ConfigDict:
   c.generator.max_prompt_length = 8
   c.generator.max_new_tokens = 5
   c.generator.segment_length = 5
-  c.trainer.learning_rate = 3e-4
+  c.trainer.learning_rate = 1e-4
   c.trainer.micro_batch_size = 512
   c.trainer.length_multiple = 8
   c.supervised.num_steps = 300
-  c.supervised.stop_loss = 0.5
+  c.supervised.stop_loss = 0.43
   c.evaluation.num_problems = 512
   return c

@@ -15,6 +15,7 @@ from llamarl_jax.checkpoints import run_state
 from llamarl_jax.controller import builder
 from llamarl_jax.controller import checks
 from llamarl_jax.controller import problems
+from llamarl_jax.controller.launchers import local
 from llamarl_jax.executors import generator
 from llamarl_jax.executors import policy
 from llamarl_jax.executors import reward
@@ -45,6 +46,8 @@ class Answerer:
     checks.check_config(config)
     model = problems.load_model(config)
     self.task = problems.make_task(config, model)
+    if config.launcher.platform == 'cpu':
+      local.simulate_devices(config.generator.num_devices)
     devices = jax.devices()[: config.generator.num_devices]
     self._generator = generator.GeneratorExecutor(
       devices=devices,

@@ -18,6 +18,7 @@ from llamarl_jax import types
 from llamarl_jax.models import attention as attention_lib
 from llamarl_jax.models import config as config_lib
 from llamarl_jax.models import kv_cache
+from llamarl_jax.models import linear
 from llamarl_jax.models import rotary
 from llamarl_jax.sharding import spec
 
@@ -92,7 +93,7 @@ class Attention(nnx.Module):
     values = _project(x, self.value[...])
     mixed = attend(queries, keys, values)
     output = self.output[...].astype(x.dtype)
-    return jnp.einsum('...ha,had->...d', mixed, output), (keys, values)
+    return linear.project(mixed, output, 2), (keys, values)
 
 
 class MLP(nnx.Module):
@@ -107,9 +108,11 @@ class MLP(nnx.Module):
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """Returns what the layer adds to the residual stream, f[..., D]."""
-    gate = x @ self.gate[...].astype(x.dtype)
-    up = x @ self.up[...].astype(x.dtype)
-    return (jax.nn.silu(gate) * up) @ self.down[...].astype(x.dtype)
+    gate = linear.project(x, self.gate[...].astype(x.dtype))
+    up = linear.project(x, self.up[...].astype(x.dtype))
+    return linear.project(
+      jax.nn.silu(gate) * up, self.down[...].astype(x.dtype)
+    )
 
 
 class Block(nnx.Module):
@@ -150,7 +153,7 @@ class Llama(nnx.Module):
 
 
 def _project(x: jax.Array, weight: jax.Array) -> jax.Array:
-  return jnp.einsum('...d,dha->...ha', x, weight.astype(x.dtype))
+  return linear.project(x, weight.astype(x.dtype))
 
 
 def abstract_params(

@@ -63,7 +63,7 @@ class LocalLauncher:
     """
     wanted = sum(node.num_devices for node in nodes)
     if platform == 'cpu':
-      _simulate_devices(wanted)
+      simulate_devices(wanted)
     available = jax.devices()
     self._devices: dict[str, list[jax.Device]] = {}
     start = 0
@@ -100,7 +100,7 @@ class LocalLauncher:
     self._handles = []
 
 
-def _simulate_devices(count: int) -> None:
+def simulate_devices(count: int) -> None:
   """Gives this process CPU devices, where it has not used JAX yet."""
   if _DEVICE_FLAG in os.environ.get('XLA_FLAGS', ''):
     return  # Whoever set it knows how many there should be.
