@@ -27,7 +27,8 @@ def get_config() -> ml_collections.ConfigDict:
   c.generator.max_prompt_length = 8
   c.generator.max_new_tokens = 5
   c.generator.segment_length = 5
-  c.trainer.learning_rate = 1e-4
+  c.trainer.learning_rate = 1.5e-4
+  c.trainer.warmup_steps = 20
   c.trainer.micro_batch_size = 512
   c.trainer.length_multiple = 8
   c.supervised.num_steps = 300

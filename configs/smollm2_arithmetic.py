@@ -15,7 +15,7 @@ def get_config() -> ml_collections.ConfigDict:
   """Returns the config."""
   c = base.get_config()
   c.name = 'smollm2_arithmetic'
-  c.num_steps = 36
+  c.num_steps = 32
   c.model.source = 'gguf'
   c.model.path = 'smollm2'
   # One- and two-digit operands equally often: the model knows some of the
