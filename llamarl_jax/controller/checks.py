@@ -66,8 +66,8 @@ def check_config(config: ml_collections.ConfigDict) -> None:
     if value not in choices:
       raise ValueError(f'{field}={value!r} must be one of {list(choices)}')
   _check_group(config)
-  _check_batch(config)
   _check_devices(config)
+  _check_batch(config)
   _check_transport(config)
 
 
