@@ -48,7 +48,7 @@ def run(
     requests = answerer.task.evaluation_requests(config.evaluation.num_problems)
   try:
     groups = answerer.answer(requests)
-    results = {'accuracy': recorder.accuracy(groups)}
+    results = {'accuracy': recorder.accuracy(recorder.answers(groups))}
     if num_samples:
       sampled = answerer.answer(
         answerer.task.evaluation_requests(

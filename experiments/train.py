@@ -4,6 +4,7 @@ python -m experiments.train --config=configs/X.py --workdir=DIR
 """
 
 from collections.abc import Mapping
+import contextlib
 import json
 import pathlib
 import sys
@@ -78,11 +79,10 @@ def _run(
   launcher: base.Launcher,
   stream: TextIO,
 ) -> dict[str, Any]:
-  """Runs the plan: start, supervised steps, evaluate, train, evaluate."""
+  """Starts the plan's executors, runs it, and writes what came of it."""
   start = time.time()
   handles = {node.name: launcher.start(node) for node in plan.program.nodes}
-  trainer = handles['trainer']
-  version = base.ask(launcher, trainer, 'resume')
+  version = base.ask(launcher, handles['trainer'], 'resume')
   described = {
     name: base.answer(launcher, handle.describe())
     for name, handle in handles.items()
@@ -95,36 +95,17 @@ def _run(
     start_step=version.batches,
     lengths_expected=config.report.expect_truncation,
   )
-  if version.incarnation:
-    recorder.say(f'resumed after step {version.batches}')
-  else:
-    _supervise(config, plan, launcher, trainer, recorder)
-  if 'reference' in handles:
-    if not version.incarnation:
-      base.ask(launcher, trainer, 'save_reference')
-    base.ask(launcher, handles['reference'], 'load')
-
-  controller = controller_lib.Controller(
-    controller_lib.Executors(
-      trainer=trainer,
-      generators=[handles[n.name] for n in plan.program.of_role('generator')],
-      reward=handles['reward'],
-      reference=handles.get('reference'),
-    ),
-    launcher,
-    plan.rule,
-    plan.task.training_request,
-    recorder,
-    start_version=version,
-    capacity=plan.capacity,
-    command_timeout_seconds=config.launcher.command_timeout_seconds,
-    checkpoint_every=config.trainer.checkpoint_every,
-  )
-  requests = plan.task.evaluation_requests(config.evaluation.num_problems)
-  before = _evaluate(controller, requests, recorder, 'before training')
-  recorder.begin_training()
-  controller.train()
-  after = _evaluate(controller, requests, recorder, 'after training')
+  with contextlib.closing(recorder):
+    if version.incarnation:
+      recorder.say(f'resumed after step {version.batches}')
+    else:
+      _supervise(config, plan, launcher, handles['trainer'], recorder)
+    if 'reference' in handles:
+      if not version.incarnation:
+        base.ask(launcher, handles['trainer'], 'save_reference')
+      base.ask(launcher, handles['reference'], 'load')
+    controller = _controller(config, plan, launcher, handles, version, recorder)
+    before, after = _train(config, workdir, plan, controller, recorder)
 
   facts = run_summary.RunFacts(
     config_name=config.name,
@@ -142,15 +123,63 @@ def _run(
     weight_publications=recorder.num_publications,
     weight_bytes=recorder.weight_bytes,
     lost_groups=controller.num_lost_groups,
-    parameter_digest=base.ask(launcher, trainer, 'digest'),
+    parameter_digest=base.ask(launcher, handles['trainer'], 'digest'),
     replica_digests={
       node.name: base.ask(launcher, handles[node.name], 'digest')
       for node in plan.program.of_role('generator')
     },
   )
-  recorder.close()
   shown = recorder_lib.samples(before, after, config.report.num_samples)
   return _finish(config, workdir, facts, recorder, shown)
+
+
+def _controller(
+  config: ml_collections.ConfigDict,
+  plan: builder.Plan,
+  launcher: base.Launcher,
+  handles: Mapping[str, base.Handle],
+  version: types.Version,
+  recorder: recorder_lib.Recorder,
+) -> controller_lib.Controller:
+  """Returns the loop over the started executors."""
+  return controller_lib.Controller(
+    controller_lib.Executors(
+      trainer=handles['trainer'],
+      generators=[handles[n.name] for n in plan.program.of_role('generator')],
+      reward=handles['reward'],
+      reference=handles.get('reference'),
+    ),
+    launcher,
+    plan.rule,
+    plan.task.training_request,
+    recorder,
+    start_version=version,
+    capacity=plan.capacity,
+    command_timeout_seconds=config.launcher.command_timeout_seconds,
+    checkpoint_every=config.trainer.checkpoint_every,
+  )
+
+
+def _train(
+  config: ml_collections.ConfigDict,
+  workdir: pathlib.Path,
+  plan: builder.Plan,
+  controller: controller_lib.Controller,
+  recorder: recorder_lib.Recorder,
+) -> tuple[list[recorder_lib.Answer], list[recorder_lib.Answer]]:
+  """Evaluates, trains, evaluates; returns the answers before and after."""
+  requests = plan.task.evaluation_requests(config.evaluation.num_problems)
+  # The policy before training is gone when a run is resumed; its answers stay.
+  before_path = workdir / 'before.json'
+  if controller.version.incarnation and before_path.exists():
+    before = recorder_lib.read_answers(before_path)
+  else:
+    before = _evaluate(controller, requests, recorder, 'before training')
+    recorder_lib.write_answers(before_path, before)
+  recorder.begin_training()
+  controller.train()
+  after = _evaluate(controller, requests, recorder, 'after training')
+  return before, after
 
 
 def _supervise(
@@ -187,17 +216,17 @@ def _evaluate(
   requests: list[types.Request],
   recorder: recorder_lib.Recorder,
   name: str,
-) -> list[types.Group]:
+) -> list[recorder_lib.Answer]:
   """Returns the requests answered greedily by the current policy."""
   start = time.time()
-  groups = controller.evaluate(requests)
+  answers = recorder_lib.answers(controller.evaluate(requests))
   recorder.evaluation(
     name,
     controller.version.batches,
-    recorder_lib.accuracy(groups),
+    recorder_lib.accuracy(answers),
     time.time() - start,
   )
-  return groups
+  return answers
 
 
 def _finish(

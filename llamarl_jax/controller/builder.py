@@ -6,6 +6,7 @@ config, a model file or a problem file shows before anything runs.
 
 import dataclasses
 import pathlib
+from typing import Any
 
 import jax
 import ml_collections
@@ -100,7 +101,7 @@ def _transport(config: ml_collections.ConfigDict) -> str:
   return channels.select_transport(config.weights.transport).name
 
 
-def _loss_arguments(config: ml_collections.ConfigDict) -> dict[str, object]:
+def _loss_arguments(config: ml_collections.ConfigDict) -> dict[str, Any]:
   algorithm = config.algorithm
   return {
     'name': algorithm.loss,
@@ -233,7 +234,7 @@ def _reward_node(config: ml_collections.ConfigDict) -> program_lib.Node:
   )
 
 
-def _make_reward(devices: object, **arguments: object) -> reward.RewardExecutor:
+def _make_reward(devices: object, **arguments: Any) -> reward.RewardExecutor:
   """Makes a reward executor, which has no use for devices."""
   del devices
   return reward.RewardExecutor(**arguments)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
+import functools
 import time
 from typing import Any
 from typing import Protocol
@@ -218,7 +219,7 @@ class Controller:
       batch = self._assembler.take()
       self._step(
         self._trainer,
-        lambda report: self._after_train_step(batch, report),
+        functools.partial(self._after_train_step, batch),
         batch,
       )
     for worker in filter(None, (self._reward, self._reference)):
@@ -248,10 +249,17 @@ class Controller:
         )
       self._call(
         self._trainer,
-        lambda manifest, r=replica: setattr(r, 'manifest', manifest),
+        functools.partial(self._after_offer, replica),
         'offer',
         replica.destination,
       )
+
+  def _after_offer(self, replica: _Replica, manifest: weights.Manifest) -> None:
+    replica.manifest = manifest
+
+  def _after_begin_fetch(self, replica: _Replica, answer: None) -> None:
+    del answer
+    replica.busy = False
 
   def _note_trainer(self, report: types.StepReport) -> None:
     self._observer.report(self._trainer.name, report)
@@ -279,7 +287,7 @@ class Controller:
         manifest, replica.manifest = replica.manifest, None
         self._call(
           replica.handle,
-          lambda _, r=replica: setattr(r, 'busy', False),
+          functools.partial(self._after_begin_fetch, replica),
           'begin_fetch',
           manifest,
         )
@@ -293,7 +301,7 @@ class Controller:
         replica.held = commit or replica.held
         self._step(
           replica.handle,
-          lambda report, r=replica: self._after_generation(r, report),
+          functools.partial(self._after_generation, replica),
           inputs,
           commit,
         )
@@ -348,7 +356,7 @@ class Controller:
     worker.busy = True
     self._step(
       worker.handle,
-      lambda report: self._after_scoring(worker, report),
+      functools.partial(self._after_scoring, worker),
       groups,
     )
 

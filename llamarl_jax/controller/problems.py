@@ -128,7 +128,7 @@ class Task:
         steps and RL do not begin with the same problems.
       count: examples.
     """
-    rows = []
+    rows: list[tuple[Sequence[int], Sequence[int]]] = []
     for index in range(first, first + count):
       problem = self.source.problem('train', _SUPERVISED_OFFSET + index)
       answer = self.tokenizer.encode(problem.answer)

@@ -5,17 +5,18 @@ It only looks on; nothing a run decides depends on it.
 
 from collections.abc import Mapping
 from collections.abc import Sequence
+import dataclasses
+import json
 import pathlib
 import time
 from typing import Any
 from typing import TextIO
 
-import numpy as np
-
 from llamarl_jax import types
 from llamarl_jax.runtime import clock as clock_lib
 from llamarl_jax.runtime import metrics as metrics_lib
 from llamarl_jax.runtime import progress as progress_lib
+from llamarl_jax.runtime import strict_json
 from llamarl_jax.runtime import timeline as timeline_lib
 from llamarl_jax.scheduling import timeline_records
 
@@ -70,6 +71,8 @@ class Recorder:
     self._step = start_step
     self._window_start = self.start
     self._step_bytes = 0
+    # By executor, spans that reach into the current step.
+    self._recent: dict[str, list[types.Span]] = {}
     self.training_start = self.training_stop = self.start
     self.num_tokens = 0
     self.weight_bytes = 0
@@ -89,6 +92,7 @@ class Recorder:
   def report(self, executor: str, report: types.StepReport) -> None:
     """Takes the report of any executor."""
     self.timeline.add(executor, report.spans)
+    self._recent.setdefault(executor, []).extend(report.spans)
     if report.fetched is not None and 'fetch_bytes' in report.metrics:
       self._versions.add(report.fetched)
       size = int(report.metrics['fetch_bytes'])
@@ -128,12 +132,10 @@ class Recorder:
     self._progress.step(self._step, record, self._time_left.seconds())
     self._window_start = self.training_stop = now
     self._step_bytes = 0
-
-  def supervised(
-    self, step: int, num_steps: int, metrics: Mapping[str, float]
-  ) -> None:
-    """Prints the progress of supervised steps."""
-    self.say(f'supervised step {step}/{num_steps}  loss {metrics["loss"]:.3f}')
+    self._recent = {
+      name: [span for span in spans if span.stop > now]
+      for name, spans in self._recent.items()
+    }
 
   def evaluation(
     self, name: str, step: int, accuracy: float, seconds: float
@@ -153,7 +155,7 @@ class Recorder:
 
   def _seconds(self, name: str, now: float) -> float:
     """Returns the time spans of that name took since the last train step."""
-    spans = timeline_records.spans_named(self.timeline.tracks, name)
+    spans = timeline_records.spans_named(self._recent, name)
     return timeline_records.busy_seconds(spans, self._window_start, now)
 
   def _bubbles(
@@ -161,8 +163,8 @@ class Recorder:
   ) -> dict[str, float]:
     """Returns the idle share of each executor since the last train step."""
     bubbles = {}
-    for name, spans in self.timeline.tracks.items():
-      recent = [s for s in spans if s.stop > self._window_start]
+    for name, spans in self._recent.items():
+      recent = list(spans)
       if name in busy_since:
         recent.append(types.Span('under way', busy_since[name], now))
       bubbles[f'bubble_{name}'] = timeline_records.bubble_fraction(
@@ -174,40 +176,78 @@ class Recorder:
     return bubbles
 
 
-def accuracy(groups: Sequence[types.Group]) -> float:
-  """Returns the share of completions whose reward part 'correct' is 1."""
-  correct = [
-    parts['correct'] for group in groups for parts in group.rewards or ()
+@dataclasses.dataclass(frozen=True)
+class Answer:
+  """The first completion of an evaluated problem.
+
+  Attributes:
+    question: for people; the prompt where there is none.
+    prompt: what the policy continued.
+    expected: the right answer.
+    completion: what the policy wrote.
+    correct: whether it counts as right.
+  """
+
+  question: str
+  prompt: str
+  expected: str
+  completion: str
+  correct: bool
+
+
+def answers(groups: Sequence[types.Group]) -> list[Answer]:
+  """Returns the answers of scored groups of the evaluation stream."""
+  return [
+    Answer(
+      question=group.request.problem.question or group.request.problem.prompt,
+      prompt=group.request.problem.prompt,
+      expected=group.request.problem.answer,
+      completion=group.completions[0].text,
+      correct=(group.rewards or ({},))[0].get('correct') == 1.0,
+    )
+    for group in groups
   ]
-  return float(np.mean(correct)) if correct else 0.0
+
+
+def write_answers(path: pathlib.Path, rows: Sequence[Answer]) -> None:
+  """Writes answers as JSON, whole or not at all."""
+  text = json.dumps([dataclasses.asdict(row) for row in rows], indent=2)
+  strict_json.write_text(path, text + '\n')
+
+
+def read_answers(path: pathlib.Path) -> list[Answer]:
+  """Returns what `write_answers` wrote."""
+  return [Answer(**row) for row in json.loads(path.read_text())]
+
+
+def accuracy(rows: Sequence[Answer]) -> float:
+  """Returns the share of right answers; 0 of none."""
+  return sum(row.correct for row in rows) / max(len(rows), 1)
 
 
 def samples(
-  before: Sequence[types.Group], after: Sequence[types.Group], count: int
+  before: Sequence[Answer], after: Sequence[Answer], count: int
 ) -> list[dict[str, Any]]:
   """Returns completions of the same problems before and after training.
 
   Problems whose outcome changed come first, as they show what was learned.
 
   Args:
-    before: evaluated groups, the first completion of each is shown.
+    before: answers of the first policy.
     after: of the same problems, in the same order.
     count: how many.
   """
-  rows = []
-  for old, new in zip(before, after, strict=True):
-    if old.rewards is None or new.rewards is None:
-      continue
-    rows.append(
-      {
-        'question': old.request.problem.question or old.request.problem.prompt,
-        'prompt': old.request.problem.prompt,
-        'expected': old.request.problem.answer,
-        'completion_before': old.completions[0].text,
-        'completion_after': new.completions[0].text,
-        'correct_before': old.rewards[0]['correct'] == 1.0,
-        'correct_after': new.rewards[0]['correct'] == 1.0,
-      }
-    )
+  rows = [
+    {
+      'question': old.question,
+      'prompt': old.prompt,
+      'expected': old.expected,
+      'completion_before': old.completion,
+      'completion_after': new.completion,
+      'correct_before': old.correct,
+      'correct_after': new.correct,
+    }
+    for old, new in zip(before, after, strict=True)
+  ]
   rows.sort(key=lambda row: row['correct_before'] == row['correct_after'])
   return rows[:count]

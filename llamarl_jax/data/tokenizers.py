@@ -56,7 +56,7 @@ class CharacterTokenizer:
     self.pad_id = 0
     self.eos_id = 1
     self.bos_id: int | None = None
-    self.stop_ids = (self.eos_id,)
+    self.stop_ids: tuple[int, ...] = (self.eos_id,)
     self._alphabet = alphabet
     self._ids = {character: i + 2 for i, character in enumerate(alphabet)}
     self.vocab_size = len(alphabet) + 2

@@ -108,8 +108,9 @@ class TrainerExecutor:
       recompute_proximal=settings.loss['name'] in registry.NEEDS_PROXIMAL,
       state_shardings=self._state_shardings,
     )
-    self._supervised_step: step_lib.TrainStepFn | None = None
-    self._supervised_state: types.TrainState | None = None
+    self._supervised: tuple[step_lib.TrainStepFn, types.TrainState] | None = (
+      None
+    )
     self._checkpointer = run_state.RunStateCheckpointer(
       settings.checkpoints, keep=settings.keep_checkpoints
     )
@@ -147,7 +148,9 @@ class TrainerExecutor:
     self._state, metrics = self._train_step(self._state, batch)
     values = {k: float(v) for k, v in jax.device_get(metrics).items()}
     values |= _effective_sample_size(values)
-    facts = batching.batch_facts(inputs, advantages, version)
+    facts: dict[str, Any] = dict(
+      batching.batch_facts(inputs, advantages, version)
+    )
     facts['staleness_counts'] = batching.staleness_counts(inputs, version)
     stop = time.time()
     span = types.Span('train_step', start, stop, {'version': version})
@@ -167,18 +170,14 @@ class TrainerExecutor:
     """
     start = time.time()
     settings = self._settings
-    if self._supervised_step is None:
-      optimizer = optimizer_lib.make_optimizer(**settings.supervised_optimizer)
-      shardings = self._shardings(optimizer)
-      self._supervised_step = supervised.make_supervised_step(
-        settings.source.model,
-        optimizer,
-        max_completion=max(settings.max_new_tokens, 1),
-        state_shardings=shardings,
+    limit = settings.max_new_tokens
+    longest = max(len(answer) for _, answer in examples)
+    if longest > limit:
+      raise ValueError(
+        f'an answer of {longest} tokens exceeds generator.max_new_tokens='
+        f'{limit}; raise it'
       )
-      self._supervised_state = self._initial(
-        self._state.params, optimizer, shardings
-      )
+    step, state = self._supervised or self._start_supervised()
     length = max(len(prompt) + len(answer) for prompt, answer in examples)
     rows = supervised.supervised_trajectories(
       examples,
@@ -187,15 +186,30 @@ class TrainerExecutor:
       pad_token=settings.pad_token,
     )
     batch = jax.device_put(rows, rules.batch_sharding(self._mesh))
-    self._supervised_state, metrics = self._supervised_step(
-      self._supervised_state, batch
-    )
-    self._state = self._state.replace(params=self._supervised_state.params)
+    state, metrics = step(state, batch)
+    self._supervised = (step, state)
+    self._state = dataclasses.replace(self._state, params=state.params)
     values = {k: float(v) for k, v in jax.device_get(metrics).items()}
     span = types.Span('supervised_step', start, time.time())
     return types.StepReport(
       types.Status.PROGRESSED, metrics=values, spans=[span]
     )
+
+  def _start_supervised(
+    self,
+  ) -> tuple[step_lib.TrainStepFn, types.TrainState]:
+    """Returns the supervised step and a state with optimizer state anew."""
+    optimizer = optimizer_lib.make_optimizer(
+      **self._settings.supervised_optimizer
+    )
+    shardings = self._shardings(optimizer)
+    step = supervised.make_supervised_step(
+      self._settings.source.model,
+      optimizer,
+      max_completion=self._settings.max_new_tokens,
+      state_shardings=shardings,
+    )
+    return step, self._initial(self._state.params, optimizer, shardings)
 
   def resume(self) -> types.Version:
     """Continues from the newest checkpoint of this run, if there is one."""
@@ -211,7 +225,7 @@ class TrainerExecutor:
   def publish(self) -> types.StepReport:
     """Pins a copy of the parameters, to be offered to replicas."""
     start = time.time()
-    self._supervised_step = self._supervised_state = None
+    self._supervised = None
     version = self.version()
     self._publisher.publish(types.VersionedParams(version, self._state.params))
     span = types.Span(
@@ -241,7 +255,7 @@ class TrainerExecutor:
     checkpointer = run_state.RunStateCheckpointer(
       self._settings.reference_folder
     )
-    bare = self._state.replace(opt_state=())
+    bare = dataclasses.replace(self._state, opt_state=())
     checkpointer.save(self.version().batches, bare, {})
     checkpointer.close()
 

@@ -17,6 +17,9 @@ from llamarl_jax.sharding import spec as spec_lib
 # Logical axis -> mesh axis, axes in order of preference, or () for replicated.
 Rules = Mapping[str, str | tuple[str, ...]]
 
+# A plan can be made for devices that are not there.
+AnyMesh = jax.sharding.Mesh | jax.sharding.AbstractMesh
+
 # Every matrix has an 'embed' dimension, so 'fsdp' shards every large leaf.
 TRAINER_RULES: Rules = {
   'layers': (),  # Scanned over: a sharded layer axis would gather every step.
@@ -45,7 +48,7 @@ BATCH_AXES = ('data', 'fsdp')
 
 
 def partition_spec(
-  spec: spec_lib.ParamSpec, rules: Rules, mesh: jax.sharding.Mesh
+  spec: spec_lib.ParamSpec, rules: Rules, mesh: AnyMesh
 ) -> PartitionSpec:
   """Returns how one parameter is laid out over `mesh`.
 
@@ -64,9 +67,7 @@ def partition_spec(
   return _partition(spec, rules, mesh)[0]
 
 
-def shardings(
-  specs: Any, mesh: jax.sharding.Mesh, rules: Rules
-) -> tuple[Any, list[str]]:
+def shardings(specs: Any, mesh: AnyMesh, rules: Rules) -> tuple[Any, list[str]]:
   """Returns the sharding of every leaf, and what was replicated and why.
 
   Args:
@@ -102,7 +103,7 @@ def replicated(mesh: jax.sharding.Mesh) -> NamedSharding:
 
 
 def _partition(
-  spec: spec_lib.ParamSpec, rules: Rules, mesh: jax.sharding.Mesh
+  spec: spec_lib.ParamSpec, rules: Rules, mesh: AnyMesh
 ) -> tuple[PartitionSpec, list[str]]:
   """Returns the layout of a leaf and notes on what does not divide."""
   used: set[str] = set()

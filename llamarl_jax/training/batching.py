@@ -6,6 +6,8 @@ holds one sequence (row n * G + g is completion g of group n) or one group.
 
 from collections.abc import Iterable
 from collections.abc import Sequence
+import dataclasses
+from typing import Any
 
 import numpy as np
 
@@ -92,14 +94,16 @@ def _longest(lengths: Iterable[int]) -> int:
 def empty_rows(num_rows: int, length: int, pad_token: int) -> Trajectories:
   """Returns rows of nothing but padding: numpy arrays of [num_rows, length]."""
   shape = (num_rows, length)
+  # Declared as device arrays, which they become when they are put there.
+  full: Any = np.full
   return Trajectories(
-    tokens=np.full(shape, pad_token, np.int32),
-    completion_mask=np.zeros(shape, bool),
-    segment_ids=np.zeros(shape, np.int32),
-    positions=np.zeros(shape, np.int32),
-    behavior_log_probs=np.zeros(shape, np.float32),
-    policy_version=np.zeros(shape, np.int32),
-    advantages=np.zeros(shape, np.float32),
+    tokens=full(shape, pad_token, np.int32),
+    completion_mask=full(shape, False),
+    segment_ids=full(shape, 0, np.int32),
+    positions=full(shape, 0, np.int32),
+    behavior_log_probs=full(shape, 0, np.float32),
+    policy_version=full(shape, 0, np.int32),
+    advantages=full(shape, 0, np.float32),
   )
 
 
@@ -204,14 +208,14 @@ def build_trajectories(
     )
   num_rows = len(groups) if share_prompts else len(groups) * size
   rows = empty_rows(num_rows, row_length, pad_token)
+  more: dict[str, Any] = {}
   if share_prompts:
     before = np.maximum(np.arange(row_length, dtype=np.int32) - 1, 0)
-    rows = rows.replace(
-      prefix_ids=np.zeros_like(rows.tokens),
-      predecessors=np.tile(before, (num_rows, 1)),
-    )
+    more['prefix_ids'] = np.zeros_like(rows.tokens)
+    more['predecessors'] = np.tile(before, (num_rows, 1))
   if all(group.reference_log_probs is not None for group in groups):
-    rows = rows.replace(reference_log_probs=np.zeros_like(rows.advantages))
+    more['reference_log_probs'] = np.zeros_like(rows.advantages)
+  rows = dataclasses.replace(rows, **more)
   for n, group in enumerate(groups):
     places = (_place_group if share_prompts else _place_rows)(
       rows, n, group, size
@@ -222,7 +226,8 @@ def build_trajectories(
       rows.policy_version[row, where] = completion.versions
       rows.advantages[row, where] = advantages[n, completion.sample_index]
       if rows.reference_log_probs is not None:
-        rows.reference_log_probs[row, where] = group.reference_log_probs[i]
+        reference = (group.reference_log_probs or ())[i]
+        rows.reference_log_probs[row, where] = reference
   return rows
 
 
@@ -247,6 +252,9 @@ def _place_group(
   """Writes group n as one row; returns row and place of each completion."""
   del size
   prompt = group.request.prompt_tokens
+  prefix_ids, predecessors = rows.prefix_ids, rows.predecessors
+  assert isinstance(prefix_ids, np.ndarray)
+  assert isinstance(predecessors, np.ndarray)
   _place_prompt(rows, n, prompt)
   places = {}
   start = len(prompt)
@@ -255,8 +263,8 @@ def _place_group(
       where = _place_completion(
         rows, n, start, len(prompt), completion.tokens, i + 2
       )
-      rows.prefix_ids[n, where] = 1
-      rows.predecessors[n, start] = len(prompt) - 1
+      prefix_ids[n, where] = 1
+      predecessors[n, start] = len(prompt) - 1
       places[i] = (n, where)
       start = where.stop
   return places

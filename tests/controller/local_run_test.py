@@ -163,6 +163,10 @@ class ResumeTest(parameterized.TestCase):
     summary, text = _run(config, self.path / 'cut')
     self.assertIn('resumed after step 2', text)
     self.assertEqual(summary['parameter_digest'], whole['parameter_digest'])
+    # The accuracy before is that of the first policy, not of the one resumed.
+    self.assertEqual(summary['accuracy_before'], whole['accuracy_before'])
+    self.assertEqual(summary['accuracy_after'], whole['accuracy_after'])
+    self.assertEqual(text.count('evaluation'), 1)
     steps = [r['step'] for r in _records(self.path / 'cut') if 'loss' in r]
     self.assertEqual(steps, [0, 1, 2, 3])
 

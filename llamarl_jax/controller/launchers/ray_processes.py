@@ -139,7 +139,9 @@ class RayLauncher:
       )
     elif self._platform == 'gpu':
       num_gpus = node.num_devices
-    actor_class = ray.remote(concurrency_groups={'watch': 1})(_Process)
+    # Typed for fewer options than it takes.
+    remote: Any = ray.remote
+    actor_class = remote(concurrency_groups={'watch': 1})(_Process)
     actor = actor_class.options(
       num_cpus=0,
       num_gpus=num_gpus,
@@ -153,7 +155,8 @@ class RayLauncher:
     self, futures: Sequence[base.Future], timeout: float
   ) -> list[base.Future]:
     """See base.Launcher."""
-    by_reference = {future.reference: future for future in futures}
+    ours = [future for future in futures if isinstance(future, _RayFuture)]
+    by_reference = {future.reference: future for future in ours}
     watched = {handle.watched.reference: handle for handle in self._handles}
     ready, _ = ray.wait(
       [*by_reference, *watched], num_returns=1, timeout=timeout
@@ -162,7 +165,7 @@ class RayLauncher:
       if reference in watched:
         watched[reference].watched.result()
     if not ready:
-      names = sorted({future.name for future in futures})
+      names = sorted({future.name for future in ours})
       raise base.ExecutorError(
         ', '.join(names), f'no answer within {timeout:.0f} s'
       )
@@ -171,7 +174,7 @@ class RayLauncher:
       list(by_reference), num_returns=len(by_reference), timeout=0
     )
     finished = set(done)
-    return [f for f in futures if f.reference in finished]
+    return [future for future in ours if future.reference in finished]
 
   def close(self) -> None:
     """Closes the executors, kills their processes and leaves Ray."""
