@@ -47,7 +47,18 @@ class Scatter:
     room = list(capacities)
     parts: list[list[T]] = [[] for _ in room]
     for item in items:
-      place = max(range(len(room)), key=lambda i: (room[i], -i))
+      place = self.place(room, [True] * len(room))
       room[place] -= 1
       parts[place].append(item)
     return parts
+
+  def place(self, room: Sequence[int], allowed: Sequence[bool]) -> int:
+    """Returns the destination of the next record.
+
+    Args:
+      room: left at each destination.
+      allowed: which destinations may have the record, at least one.
+    """
+    return max(
+      (i for i, may in enumerate(allowed) if may), key=lambda i: (room[i], -i)
+    )

@@ -37,7 +37,7 @@ class Plan:
     rule: of admission.
     task: problems as requests.
     transport: name of the weight transport in use.
-    capacity: groups a generator replica may hold at a time.
+    capacity: completions a generator replica may hold at a time.
   """
 
   program: program_lib.Program
@@ -90,8 +90,10 @@ def build(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> Plan:
     ),
     task=task,
     transport=transport,
-    # One round waits while another is decoded, so that no slot idles between.
-    capacity=2 * (config.generator.num_slots // config.group_size),
+    # A single replica has a second round waiting, which fills slots as they
+    # fall free; several take work from each other if they hold that much.
+    capacity=config.generator.num_slots
+    * (2 if config.generator.num_replicas == 1 else 1),
   )
 
 

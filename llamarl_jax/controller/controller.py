@@ -59,7 +59,7 @@ class _Replica:
   """What the controller knows of one generator replica."""
 
   handle: base.Handle
-  capacity: int  # Groups it may hold, waiting or being generated.
+  capacity: int  # Completions it may hold, waiting or being generated.
   destination: weights.Destination | None = None
   held: types.Version | None = None
   fetched: types.Version | None = None
@@ -103,7 +103,8 @@ class Controller:
       make_request: gives the training request of an admission index.
       observer: of what happens.
       start_version: of the trainer; its batches are those already trained.
-      capacity: groups a generator replica may hold at a time.
+      capacity: completions a generator replica may hold at a time, at least
+        those of one group.
       command_timeout_seconds: silence of all executors that counts as failure.
       checkpoint_every: train steps between checkpoints.
     """
@@ -125,6 +126,7 @@ class Controller:
     self._version = start_version
     self._published: types.Version | None = None
     self._next_index = start_version.batches * rule.batch_size
+    self._next_training: types.Request | None = None  # Of `_next_index`.
     self._assembler: admission.BatchAssembler[types.Group] = (
       admission.BatchAssembler(rule, start_version.batches)
     )
@@ -296,7 +298,7 @@ class Controller:
     requests = self._admit(idle)
     for replica, commit, inputs in zip(idle, commits, requests, strict=True):
       if inputs or commit or replica.outstanding or replica.fetching:
-        replica.outstanding += len(inputs)
+        replica.outstanding += sum(r.num_samples for r in inputs)
         replica.busy = True
         replica.held = commit or replica.held
         self._step(
@@ -317,25 +319,50 @@ class Controller:
     self, replicas: Sequence[_Replica]
   ) -> Sequence[Sequence[types.Request]]:
     """Returns for each idle replica the requests it is to start now."""
-    counts, requests = [], []
-    for replica in replicas:
-      version = self._commit_of(replica) or replica.held
-      room = replica.capacity - replica.outstanding
-      more: list[types.Request] = []
+    versions = [self._commit_of(r) or r.held for r in replicas]
+    room = [r.capacity - r.outstanding for r in replicas]
+    admitted: list[list[types.Request]] = [[] for _ in replicas]
+    while (request := self._next_request(versions)) is not None:
+      size = request.num_samples
+      allowed = [
+        left >= size and self._may_start(request, version)
+        for left, version in zip(room, versions, strict=True)
+      ]
+      if not any(allowed):
+        break
+      place = self._prompts.place(room, allowed)
+      room[place] -= size
+      admitted[place].append(request)
+      if request.stream == types.Stream.EVALUATION:
+        self._evaluation.pop(0)
+      else:
+        self._next_index += 1
+        self._next_training = None
+    return admitted
+
+  def _next_request(
+    self, versions: Sequence[types.Version | None]
+  ) -> types.Request | None:
+    """Returns the request that is first in line, if a version may start it."""
+    if self._evaluation:
+      return self._evaluation[0]
+    held = max((v.batches for v in versions if v is not None), default=-1)
+    if not self._training or not self._rule.may_start(self._next_index, held):
+      return None
+    if self._next_training is None:
+      self._next_training = self._make_request(self._next_index)
+    return self._next_training
+
+  def _may_start(
+    self, request: types.Request, version: types.Version | None
+  ) -> bool:
+    """Returns whether a replica that holds `version` may start the request."""
+    if version is None:
+      return False
+    if request.stream == types.Stream.EVALUATION:
       # An evaluation is of one policy: the newest.
-      if self._evaluation and version == self._version:
-        more = self._evaluation[:room]
-        self._evaluation = self._evaluation[room:]
-      elif self._training and version is not None:
-        count = self._rule.num_admissible(
-          self._next_index, version.batches, room
-        )
-        stop = self._next_index + count
-        more = [self._make_request(i) for i in range(self._next_index, stop)]
-        self._next_index = stop
-      counts.append(len(more))
-      requests.extend(more)
-    return self._prompts.route(requests, counts)
+      return version == self._version
+    return self._rule.may_start(request.admission_index, version.batches)
 
   def _after_generation(
     self, replica: _Replica, report: types.StepReport
@@ -344,7 +371,7 @@ class Controller:
     if report.fetched is not None and report.fetched != replica.fetched:
       replica.fetched = report.fetched
       replica.fetching = False
-    replica.outstanding -= len(report.outputs)
+    replica.outstanding -= sum(len(g.completions) for g in report.outputs)
     self._reward.queue = self._completions.merge(
       [self._reward.queue, report.outputs]
     )

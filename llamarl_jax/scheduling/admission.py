@@ -57,20 +57,6 @@ class AdmissionRule:
       and self.batch_of(index) <= replica_version + self.max_staleness
     )
 
-  def num_admissible(
-    self, next_index: int, replica_version: int, capacity: int
-  ) -> int:
-    """Returns how many groups from `next_index` on the replica may start.
-
-    Args:
-      next_index: the first group not yet admitted.
-      replica_version: batches consumed by the policy the replica holds.
-      capacity: groups the replica has room for.
-    """
-    last_batch = min(replica_version + self.max_staleness, self.num_batches - 1)
-    limit = (last_batch + 1) * self.batch_size
-    return max(0, min(capacity, limit - next_index))
-
 
 class BatchAssembler(Generic[_Item]):
   """Collects groups in any order and gives batches in admission order."""
