@@ -15,6 +15,7 @@ from typing import Any
 from typing import Protocol
 
 from llamarl_jax import types
+from llamarl_jax.channels import broadcast
 from llamarl_jax.channels import gather
 from llamarl_jax.channels import scatter
 from llamarl_jax.channels import weights
@@ -123,6 +124,7 @@ class Controller:
     )
     self._prompts = scatter.Scatter('controller', 'generator')
     self._completions = gather.Gather('generator', 'reward')
+    self._batches = broadcast.Broadcast('reward', 'trainer')
     self._version = start_version
     self._published: types.Version | None = None
     self._next_index = start_version.batches * rule.batch_size
@@ -218,7 +220,7 @@ class Controller:
     self._publish_if_due()
     if self._training and not self._trainer_busy and self._assembler.ready():
       self._trainer_busy = True
-      batch = self._assembler.take()
+      (batch,) = self._batches.route(self._assembler.take(), 1)
       self._step(
         self._trainer,
         functools.partial(self._after_train_step, batch),
