@@ -15,7 +15,7 @@ def get_config() -> ml_collections.ConfigDict:
   """Returns the config."""
   c = base.get_config()
   c.name = 'arithmetic'
-  c.num_steps = 800
+  c.num_steps = 1000
   c.batch_size = 64
   c.group_size = 8
   c.problems.operators = '+'
@@ -27,8 +27,8 @@ def get_config() -> ml_collections.ConfigDict:
   c.generator.max_prompt_length = 8
   c.generator.max_new_tokens = 5
   c.generator.segment_length = 5
-  c.trainer.learning_rate = 1.5e-4
-  c.trainer.warmup_steps = 20
+  c.trainer.learning_rate = 2e-4
+  c.trainer.warmup_steps = 40
   c.trainer.micro_batch_size = 512
   c.trainer.length_multiple = 8
   c.supervised.num_steps = 300
