@@ -65,8 +65,9 @@ def run(
 def _parse(arguments: list[str]) -> list[str]:
   try:
     rest = flags.FLAGS(arguments)
-    # A config file that cannot be loaded shows when its value is asked for.
-    _ = 'config' in flags.FLAGS and flags.FLAGS.config
+    if 'config' in flags.FLAGS:
+      # A config file that cannot be loaded raises when a field is read.
+      _ = flags.FLAGS.config.name
   except (flags.Error, AttributeError, TypeError, OSError, ValueError) as error:
     sys.exit(_fail(error))
   if len(rest) > 1:
