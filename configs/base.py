@@ -45,6 +45,7 @@ def get_config() -> ml_collections.ConfigDict:
   # Draw the number of digits of each operand first, so that small numbers are
   # as frequent as large ones.
   c.problems.uniform_digits = False
+  c.problems.non_negative = False  # Leave out answers below 0.
   c.problems.spaced = True  # '12 + 34', else '12+34'.
   c.problems.held_out_fraction = 0.1  # Of operand tuples, never trained on.
   # jsonl: one JSON object a line.

@@ -293,6 +293,7 @@ def _arithmetic_options(c: ml_collections.ConfigDict) -> dict[str, Any]:
     'min_value': c.min_value,
     'max_value': c.max_value,
     'uniform_digits': c.uniform_digits,
+    'non_negative': c.non_negative,
     'question_format': 'spaced' if c.spaced else 'compact',
     'held_out_fraction': c.held_out_fraction,
   }

@@ -76,6 +76,7 @@ class ArithmeticSource:
     question_format: str = 'spaced',
     held_out_fraction: float = 0.1,
     uniform_digits: bool = False,
+    non_negative: bool = False,
   ):
     """Makes a source.
 
@@ -92,6 +93,7 @@ class ArithmeticSource:
         then its value. Otherwise values are uniform, and with 0 .. 99 nine
         operands of ten have two digits. Held-out problems take the numbers of
         digits in turn, as long as there are distinct ones.
+      non_negative: leave out problems whose answer is below 0.
 
     Raises:
       ValueError: if an argument is out of range, or the operands are so few
@@ -115,6 +117,7 @@ class ArithmeticSource:
     self._separator = QUESTION_FORMATS[question_format]
     self._prompt_format = prompt_format or chat.PlainPrompt('{question} =')
     self._held_out_fraction = held_out_fraction
+    self._non_negative = non_negative
     self._num_held_out: int | None = None
     if sum(space.num_tuples for space in self._spaces) <= _ENUMERATED:
       self._num_held_out = self._count_held_out()
@@ -152,9 +155,9 @@ class ArithmeticSource:
       place = addressing.draw(self._seed, 'arithmetic', index, attempt)
       place, choice = divmod(place, len(self._spaces))
       space = self._spaces[choice]
-      operands, operators = space.at(place % space.size)
-      if not self._is_held_out(operands):
-        return operands, operators
+      expression = space.at(place % space.size)
+      if self._is_asked(expression) and not self._is_held_out(expression[0]):
+        return expression
     raise ValueError(
       f'No training problem in {_MAX_ATTEMPTS} draws: lower '
       f'held_out_fraction={self._held_out_fraction}.'
@@ -182,9 +185,12 @@ class ArithmeticSource:
     space = self._spaces[choice]
     for i in range(space.size):
       place = addressing.permuted(i, space.size, 'arithmetic', choice)
-      operands, operators = space.at(place)
-      if self._is_held_out(operands):
-        yield operands, operators
+      expression = space.at(place)
+      if self._is_asked(expression) and self._is_held_out(expression[0]):
+        yield expression
+
+  def _is_asked(self, expression: _Expression) -> bool:
+    return not self._non_negative or evaluate(*expression) >= 0
 
   def _is_held_out(self, operands: Sequence[int]) -> bool:
     return addressing.is_held_out(
@@ -197,7 +203,11 @@ class ArithmeticSource:
       held = sum(map(self._is_held_out, itertools.product(*space.ranges)))
       num_held_out += held
       num_tuples += space.num_tuples
-      count += held * (space.size // space.num_tuples)
+      if self._non_negative:
+        walk = self._walk_space(self._spaces.index(space))
+        count += sum(1 for _ in walk)
+      else:
+        count += held * (space.size // space.num_tuples)
     if num_held_out == num_tuples or (
       num_held_out == 0 and self._held_out_fraction > 0
     ):

@@ -102,6 +102,24 @@ class ArithmeticTest(parameterized.TestCase):
       self.assertBetween(train.count(pair), 500 - 80, 500 + 80)
       self.assertEqual(digits('held_out', 16).count(pair), 4)
 
+  @parameterized.parameters(False, True)
+  def test_non_negative(self, uniform_digits):
+    source = arithmetic.ArithmeticSource(
+      0,
+      max_value=12,
+      held_out_fraction=0.3,
+      uniform_digits=uniform_digits,
+      non_negative=True,
+    )
+    count = source.num_problems('held_out')
+    held_out = [source.problem('held_out', i) for i in range(count)]
+    train = [source.problem('train', i) for i in range(300)]
+    self.assertTrue(all(int(p.answer) >= 0 for p in [*held_out, *train]))
+    self.assertLen({p.question for p in held_out}, count)
+    self.assertTrue(any('-' in p.question for p in held_out))
+    with self.assertRaisesRegex(ValueError, f'There are {count} held-out'):
+      source.problem('held_out', count)
+
   def test_formats(self):
     source = arithmetic.ArithmeticSource(
       0,
