@@ -4,6 +4,9 @@ Asynchronous AIPO (Wu et al. 2025, section 6) on sums and differences of one-
 and two-digit numbers; the answer is the first number of six new tokens.
 
 Command: make train
+Hardware: two CPU cores, 10 GB of memory.
+Duration: 6 to 7 minutes.
+Expected: greedy accuracy on 256 held-out problems from 0.30 to 0.57 (seed 0).
 """
 
 import ml_collections
