@@ -5,10 +5,9 @@ for tests and ablations.
 
 Command: make train CONFIG=configs/arithmetic.py
 Hardware: two CPU cores, 4 GB of memory.
-Duration: 6 to 8 minutes.
-Expected: 0.4 to 0.5 greedy after the supervised steps, above 0.75 after RL.
-Measured at learning rate 1.5e-4 and 800 steps: 0.471 to 0.842 (seed 1), 0.420
-to 0.744 (seed 0).
+Duration: 7 to 9 minutes.
+Measured, greedy on 512 held-out pairs: 0.420 to 0.725 (seed 0). With learning
+rate 1.5e-4 and 800 steps: 0.471 to 0.842 (seed 1), 0.420 to 0.744 (seed 0).
 """
 
 import ml_collections
