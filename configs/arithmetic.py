@@ -19,7 +19,7 @@ def get_config() -> ml_collections.ConfigDict:
   """Returns the config."""
   c = base.get_config()
   c.name = 'arithmetic'
-  c.num_steps = 700
+  c.num_steps = 500
   c.batch_size = 64
   c.group_size = 8
   # Many narrow heads learn to carry in fewer steps than four wide ones.
