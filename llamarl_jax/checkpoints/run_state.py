@@ -6,7 +6,9 @@ stored in one flat dictionary of dotted names, which does not depend on the
 classes an optimizer keeps its state in.
 """
 
+from collections.abc import Iterator
 from collections.abc import Mapping
+import contextlib
 import dataclasses
 import logging
 import pathlib
@@ -77,6 +79,24 @@ class RunStateCheckpointer:
       args=ocp.args.Composite(
         params=ocp.args.PyTreeSave(_flatten(state.params)),
         trainer=ocp.args.PyTreeSave(_flatten(_without_params(state))),
+        metadata=ocp.args.JsonSave(dict(metadata)),
+      ),
+    )
+
+  def save_params(
+    self, step: int, params: Params, metadata: Mapping[str, Any]
+  ) -> None:
+    """Writes a checkpoint of parameters alone: to be read, not to go on from.
+
+    Args:
+      step: as for `save`.
+      params: arrays, on devices or in host memory.
+      metadata: as for `save`.
+    """
+    self._manager.save(
+      step,
+      args=ocp.args.Composite(
+        params=ocp.args.PyTreeSave(_flatten(params)),
         metadata=ocp.args.JsonSave(dict(metadata)),
       ),
     )
@@ -156,7 +176,9 @@ def load_params(
   abstract_params: Params,
   step: int | None = None,
 ) -> Params:
-  """Returns the parameters in a checkpoint folder, as evaluation needs them.
+  """Returns the parameters in a checkpoint folder, as they were trained.
+
+  `run_policy` returns them as evaluation needs them.
 
   Args:
     directory: the checkpoints folder of a run; it is not created.
@@ -167,13 +189,30 @@ def load_params(
     FileNotFoundError: if the folder or the checkpoint does not exist.
     ValueError: if names or shapes of leaves differ.
   """
+  with _opened(directory) as checkpointer:
+    return checkpointer.restore_params(abstract_params, step)
+
+
+def load_metadata(
+  directory: str | pathlib.Path, step: int | None = None
+) -> dict[str, Any]:
+  """Returns the metadata in a checkpoint folder; see `load_params`."""
+  with _opened(directory) as checkpointer:
+    return checkpointer.metadata(step)
+
+
+@contextlib.contextmanager
+def _opened(
+  directory: str | pathlib.Path,
+) -> Iterator[RunStateCheckpointer]:
+  """Yields the checkpoints of a folder that must exist."""
   if not pathlib.Path(directory).is_dir():
     raise FileNotFoundError(
       f'no folder {directory}: give the checkpoints folder of a run'
     )
   checkpointer = RunStateCheckpointer(directory)
   try:
-    return checkpointer.restore_params(abstract_params, step)
+    yield checkpointer
   finally:
     checkpointer.close()
 

@@ -11,7 +11,7 @@ import ml_collections
 import numpy as np
 
 from llamarl_jax import types
-from llamarl_jax.checkpoints import run_state
+from llamarl_jax.checkpoints import run_policy
 from llamarl_jax.controller import builder
 from llamarl_jax.controller import checks
 from llamarl_jax.controller import problems
@@ -60,8 +60,8 @@ class Answerer:
     if checkpoints is None:
       params = policy.load(model.source, shardings)
     else:
-      params = run_state.load_params(
-        checkpoints, self._generator.abstract_params, step
+      params = run_policy.load_merged(
+        checkpoints, model.source.model, self.abstract_params, step
       )
     self._generator.adopt(types.VersionedParams(version, params))
     self._reward = reward.RewardExecutor(**problems.reward_arguments(config))

@@ -21,11 +21,16 @@ from llamarl_jax.executors import generator
 from llamarl_jax.executors import reference
 from llamarl_jax.executors import reward
 from llamarl_jax.executors import trainer
+from llamarl_jax.models import catalog
 from llamarl_jax.models import config as config_lib
 from llamarl_jax.models import llama
 from llamarl_jax.scheduling import admission
+from llamarl_jax.sharding import mesh as mesh_lib
 from llamarl_jax.sharding import rules
 from llamarl_jax.training import optimizer
+from llamarl_jax.training import packing
+from llamarl_jax.training import scoring
+from llamarl_jax.training import state as train_state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +66,38 @@ def build(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> Plan:
   """
   checks.check_config(config)
   model = problems.load_model(config)
+  catalog.check(config.model.architecture, model.source.model)
   task = problems.make_task(config, model)
+  program = make_program(config, model, workdir)
+  return Plan(
+    program=program,
+    rule=admission.AdmissionRule(
+      config.batch_size, config.num_steps, config.max_staleness
+    ),
+    task=task,
+    transport=_transport(config),
+    # A single replica has a second round waiting, which fills slots as they
+    # fall free; several take work from each other if they hold that much.
+    capacity=config.generator.num_slots
+    * (2 if config.generator.num_replicas == 1 else 1),
+  )
+
+
+def make_program(
+  config: ml_collections.ConfigDict,
+  model: problems.Model,
+  workdir: pathlib.Path,
+) -> program_lib.Program:
+  """Returns executors and channels of a run; reads no file.
+
+  Args:
+    config: checked by `checks.check_config`.
+    model: that of the config.
+    workdir: where the run will write.
+
+  Raises:
+    ValueError: a loss, an advantage or an optimizer refuses its settings.
+  """
   transport = _transport(config)
   settings = weights.TransportSettings(
     deadline_seconds=config.weights.deadline_seconds,
@@ -80,21 +116,10 @@ def build(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> Plan:
   program = program_lib.Program(
     nodes=nodes,
     edges=_edges(config, model.source.model, transport),
-    notes=_notes(config, model.source.model),
+    notes=_notes(config, model),
   )
   program.validate()
-  return Plan(
-    program=program,
-    rule=admission.AdmissionRule(
-      config.batch_size, config.num_steps, config.max_staleness
-    ),
-    task=task,
-    transport=transport,
-    # A single replica has a second round waiting, which fills slots as they
-    # fall free; several take work from each other if they hold that much.
-    capacity=config.generator.num_slots
-    * (2 if config.generator.num_replicas == 1 else 1),
-  )
+  return program
 
 
 def _transport(config: ml_collections.ConfigDict) -> str:
@@ -171,18 +196,42 @@ def _trainer_node(
         pad_token=model.tokenizer.pad_id,
         num_micro_batches=checks.num_micro_batches(config),
         num_minibatches=c.num_minibatches,
-        length_multiple=c.length_multiple,
-        share_prompts=c.share_prompts,
+        layout=_layout(config),
+        computation=_computation(config),
         group_size=config.group_size,
         checkpoints=str(workdir / 'checkpoints'),
         keep_checkpoints=c.keep_checkpoints,
         transport=transport,
         transport_settings=settings,
         reference_folder=str(workdir / 'reference'),
+        offload_optimizer=c.offload_optimizer,
+        lora=checks.lora(config),
       )
     },
     num_devices=c.num_devices,
     mesh=mesh,
+  )
+
+
+def _layout(config: ml_collections.ConfigDict) -> packing.Layout:
+  c = config.trainer
+  return packing.Layout(
+    length_multiple=c.length_multiple,
+    share_prompts=c.share_prompts,
+    pack_tokens=c.pack_tokens,
+    pack_rows=c.pack_rows,
+    num_minibatches=c.num_minibatches,
+    num_shards=c.data * c.fsdp,
+  )
+
+
+def _computation(config: ml_collections.ConfigDict) -> scoring.Computation:
+  c = config.trainer
+  return scoring.Computation(
+    dtype=c.compute_dtype,
+    remat=c.remat,
+    attention=c.attention,
+    max_logits_bytes=c.max_logits_bytes,
   )
 
 
@@ -200,6 +249,7 @@ def generator_settings(
     segment_length=c.segment_length,
     max_prompt_length=c.max_prompt_length,
     max_new_tokens=c.max_new_tokens,
+    compute_dtype=c.compute_dtype or config.trainer.compute_dtype,
   )
 
 
@@ -249,6 +299,8 @@ def _reference_node(
 ) -> program_lib.Node:
   c = config.generator
   mesh = checks.trainer_mesh(config)
+  layout = _layout(config)
+  row_completions = config.group_size if layout.share_prompts else 1
   return program_lib.Node(
     name='reference',
     role='reference',
@@ -259,10 +311,13 @@ def _reference_node(
         mesh=mesh,
         folder=str(workdir / 'reference'),
         temperature=c.temperature,
-        max_new_tokens=c.max_new_tokens,
+        max_completion=layout.pack_tokens or c.max_new_tokens * row_completions,
         pad_token=model.tokenizer.pad_id,
-        rows=config.trainer.micro_batch_size,
-        row_length=c.max_prompt_length + c.max_new_tokens,
+        layout=layout,
+        rows=layout.pack_rows
+        if layout.pack_tokens
+        else config.trainer.micro_batch_size // row_completions,
+        computation=_computation(config),
       )
     },
     num_devices=config.trainer.num_devices,
@@ -300,16 +355,39 @@ def _edges(
 
 
 def _notes(
-  config: ml_collections.ConfigDict, model: config_lib.LlamaConfig
+  config: ml_collections.ConfigDict, model: problems.Model
 ) -> list[str]:
-  """Returns what the sharding rules could not do as asked."""
-  specs = llama.abstract_params(model)
-  notes = []
-  for role, axes, table in (
-    ('trainer', checks.trainer_mesh(config), rules.TRAINER_RULES),
-    ('generator', checks.generator_mesh(config), rules.GENERATOR_RULES),
-  ):
-    mesh = jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes))
-    _, replicated = rules.shardings(specs, mesh, table)
-    notes += [f'{role}: {note}' for note in replicated]
+  """Returns what sharding could not do as asked, and what a device holds."""
+  trained = dataclasses.replace(model.source.model, lora=checks.lora(config))
+  trainer_mesh = mesh_lib.abstract_mesh(checks.trainer_mesh(config))
+  _, replicated = rules.shardings(
+    llama.abstract_params(trained), trainer_mesh, rules.TRAINER_RULES
+  )
+  notes = [f'trainer: {note}' for note in replicated]
+  state = train_state.plan_train_state(
+    trained,
+    optimizer.make_optimizer(learning_rate=config.trainer.learning_rate),
+    trainer_mesh,
+    offload_optimizer=config.trainer.offload_optimizer,
+  )
+  held = rules.device_bytes(state, jax.tree.map(lambda x: x.sharding, state))
+  notes.append(
+    f'trainer: {held / 1e9:.3g} GB a device for parameters and optimizer state'
+  )
+  settings = generator_settings(config, model)
+  generator_mesh = mesh_lib.abstract_mesh(checks.generator_mesh(config))
+  cache = generator.cache_spec(settings)
+  specs = {
+    **llama.abstract_params(model.source.model),
+    'key_cache': cache,
+    'value_cache': cache,
+  }
+  shardings, replicated = rules.shardings(
+    specs, generator_mesh, rules.GENERATOR_RULES
+  )
+  notes += [f'generator: {note}' for note in replicated]
+  held = rules.device_bytes(specs, shardings)
+  notes.append(
+    f'generator: {held / 1e9:.3g} GB a device for parameters and cache'
+  )
   return notes

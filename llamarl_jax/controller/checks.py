@@ -9,6 +9,10 @@ import math
 
 import ml_collections
 
+from llamarl_jax.models import attention
+from llamarl_jax.models import config as config_lib
+from llamarl_jax.models import remat
+
 _POSITIVE = (
   'num_steps',
   'batch_size',
@@ -26,9 +30,12 @@ _POSITIVE = (
   'trainer.micro_batch_size',
   'trainer.num_minibatches',
   'trainer.length_multiple',
+  'trainer.max_logits_bytes',
+  'trainer.pack_rows',
   'trainer.num_devices',
   'trainer.data',
   'trainer.fsdp',
+  'trainer.sequence',
   'trainer.tensor',
   'trainer.checkpoint_every',
   'trainer.keep_checkpoints',
@@ -38,9 +45,19 @@ _POSITIVE = (
   'launcher.max_simulated_devices',
   'launcher.command_timeout_seconds',
 )
-_NOT_NEGATIVE = ('max_staleness', 'supervised.num_steps', 'report.num_samples')
+_NOT_NEGATIVE = (
+  'max_staleness',
+  'supervised.num_steps',
+  'report.num_samples',
+  'trainer.pack_tokens',
+)
+_DTYPES = ('bfloat16', 'float32')
 _CHOICES = {
-  'model.source': ('gguf', 'scratch'),
+  'model.source': ('gguf', 'hf', 'scratch'),
+  'generator.compute_dtype': ('', *_DTYPES),
+  'trainer.attention': tuple(attention.IMPLEMENTATIONS),
+  'trainer.compute_dtype': _DTYPES,
+  'trainer.remat': tuple(remat.POLICIES),
   'launcher.name': ('local', 'ray'),
   'launcher.platform': ('cpu', 'gpu', 'tpu'),
   'weights.transport': ('device_put', 'filesystem', 'transfer'),
@@ -67,12 +84,22 @@ def check_config(config: ml_collections.ConfigDict) -> None:
       raise ValueError(f'{field}={value!r} must be one of {list(choices)}')
   _check_group(config)
   _check_devices(config)
-  _check_batch(config)
+  if config.trainer.pack_tokens:
+    _check_packing(config)
+  else:
+    _check_batch(config)
+  _check_attention(config)
   _check_transport(config)
+  lora(config)
 
 
 def num_micro_batches(config: ml_collections.ConfigDict) -> int:
-  """Returns the forward and backward passes of one update."""
+  """Returns the forward and backward passes of one update.
+
+  Where rows are packed, their number is not known before the batch.
+  """
+  if config.trainer.pack_tokens:
+    return 1
   rows = config.batch_size * config.group_size
   return rows // (
     config.trainer.num_minibatches * config.trainer.micro_batch_size
@@ -82,12 +109,47 @@ def num_micro_batches(config: ml_collections.ConfigDict) -> int:
 def trainer_mesh(config: ml_collections.ConfigDict) -> dict[str, int]:
   """Returns the sizes of the trainer's mesh axes."""
   trainer = config.trainer
-  return {'data': trainer.data, 'fsdp': trainer.fsdp, 'tensor': trainer.tensor}
+  # The last axis changes fastest: its devices are the nearest neighbors.
+  return {
+    'data': trainer.data,
+    'fsdp': trainer.fsdp,
+    'sequence': trainer.sequence,
+    'tensor': trainer.tensor,
+  }
 
 
 def generator_mesh(config: ml_collections.ConfigDict) -> dict[str, int]:
   """Returns the sizes of a generator's mesh axes."""
   return {'tensor': config.generator.tensor}
+
+
+def lora(config: ml_collections.ConfigDict) -> config_lib.LoRAConfig | None:
+  """Returns the adapters the trainer trains, None where it trains weights.
+
+  Raises:
+    ValueError: a field is out of its range.
+  """
+  trainer = config.trainer
+  if trainer.lora_rank < 0:
+    raise ValueError(
+      f'trainer.lora_rank={trainer.lora_rank} must be 0 or more; 0 trains the'
+      ' weights'
+    )
+  if trainer.lora_rank == 0:
+    return None
+  if not trainer.lora_alpha > 0:
+    raise ValueError(
+      f'trainer.lora_alpha={trainer.lora_alpha} must be above 0; twice the'
+      ' rank is common'
+    )
+  targets = tuple(trainer.lora_targets.split(','))
+  known = config_lib.PROJECTIONS
+  if len(set(targets)) < len(targets) or set(targets) - {*known}:
+    raise ValueError(
+      f'trainer.lora_targets={trainer.lora_targets!r} must name some of'
+      f' {",".join(known)}, each once'
+    )
+  return config_lib.LoRAConfig(trainer.lora_rank, trainer.lora_alpha, targets)
 
 
 def _check_group(config: ml_collections.ConfigDict) -> None:
@@ -123,6 +185,11 @@ def _check_batch(config: ml_collections.ConfigDict) -> None:
       f' groups of group_size={unit}; choose a multiple, or set'
       ' trainer.share_prompts=False'
     )
+  if trainer.length_multiple % trainer.sequence:
+    raise ValueError(
+      f'trainer.length_multiple={trainer.length_multiple} does not divide over'
+      f' trainer.sequence={trainer.sequence} devices; choose a multiple'
+    )
   shards = trainer.data * trainer.fsdp
   for field, size, least in (
     ('trainer.micro_batch_size', trainer.micro_batch_size, unit * shards),
@@ -133,6 +200,49 @@ def _check_batch(config: ml_collections.ConfigDict) -> None:
         f'{field}={size} does not divide over trainer.data * trainer.fsdp ='
         f' {shards} devices; choose a multiple of {least}'
       )
+
+
+def _check_packing(config: ml_collections.ConfigDict) -> None:
+  trainer, generator = config.trainer, config.generator
+  tokens = trainer.pack_tokens
+  longest = generator.max_prompt_length + generator.max_new_tokens
+  if tokens < longest:
+    raise ValueError(
+      f'trainer.pack_tokens={tokens} is less than the longest sequence,'
+      f' generator.max_prompt_length + max_new_tokens = {longest}; raise it, or'
+      ' set it to 0 to pack nothing'
+    )
+  if tokens % trainer.sequence:
+    raise ValueError(
+      f'trainer.pack_tokens={tokens} does not divide over trainer.sequence='
+      f'{trainer.sequence} devices; choose a multiple'
+    )
+  shards = trainer.data * trainer.fsdp
+  if trainer.pack_rows % shards:
+    raise ValueError(
+      f'trainer.pack_rows={trainer.pack_rows} does not divide over trainer.data'
+      f' * trainer.fsdp = {shards} devices; choose a multiple'
+    )
+
+
+def _check_attention(config: ml_collections.ConfigDict) -> None:
+  trainer, platform = config.trainer, config.launcher.platform
+  for name, home in (('cudnn', 'gpu'), ('splash', 'tpu')):
+    if trainer.attention == name and platform != home:
+      raise ValueError(
+        f'trainer.attention={name!r} is for launcher.platform={home!r}, not'
+        f" {platform!r}; set it to 'auto'"
+      )
+  if trainer.attention == 'cudnn' and trainer.compute_dtype == 'float32':
+    raise ValueError(
+      "trainer.attention='cudnn' has no float32; set trainer.compute_dtype to"
+      " 'bfloat16', or trainer.attention to 'auto'"
+    )
+  if trainer.attention == 'splash' and trainer.share_prompts:
+    raise ValueError(
+      "trainer.attention='splash' cannot share prompts; set"
+      ' trainer.share_prompts=False, with trainer.pack_tokens to fill rows'
+    )
 
 
 def _check_devices(config: ml_collections.ConfigDict) -> None:

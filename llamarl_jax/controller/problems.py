@@ -4,13 +4,17 @@ from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
+import pathlib
 from typing import Any
 
 import ml_collections
 
 from llamarl_jax import types
 from llamarl_jax.checkpoints import gguf
+from llamarl_jax.checkpoints import hf
+from llamarl_jax.checkpoints import hf_config
 from llamarl_jax.data import chat
+from llamarl_jax.data import folder_tokenizer
 from llamarl_jax.data import reasoning_gym
 from llamarl_jax.data import sources
 from llamarl_jax.data import tokenizers
@@ -98,7 +102,9 @@ class Task:
       admission_index=index,
       stream=stream,
       problem=problem,
-      prompt_tokens=tuple(self.tokenizer.encode(problem.prompt)),
+      prompt_tokens=tuple(
+        tokenizers.encode_prompt(self.tokenizer, problem.prompt)
+      ),
       num_samples=num_samples,
       temperature=temperature,
       max_new_tokens=self.max_new_tokens,
@@ -134,7 +140,7 @@ class Task:
       answer = self.tokenizer.encode(problem.answer)
       rows.append(
         (
-          self.tokenizer.encode(problem.prompt),
+          tokenizers.encode_prompt(self.tokenizer, problem.prompt),
           [*answer, self.tokenizer.eos_id],
         )
       )
@@ -192,17 +198,52 @@ def _gguf_model(config: ml_collections.ConfigDict) -> Model:
   chat_template = ChatTemplate(
     file.chat_template, file.bos_token, file.eos_token
   )
+  _check_positions(config, source)
+  return Model(source, tokenizer, chat_template)
+
+
+def _hf_model(config: ml_collections.ConfigDict) -> Model:
+  """Returns the model of a folder, all of its files checked."""
+  if not config.model.path:
+    raise ValueError(
+      "model.path='' names no model: give the folder of a Hugging Face model,"
+      ' with config.json, *.safetensors and tokenizer'
+    )
+  # Absolute: executors may run in another working directory.
+  folder = pathlib.Path(config.model.path).expanduser().absolute()
+  network = hf_config.read_config(folder)
+  # Headers only: a missing file shows before anything is allocated.
+  hf.check_tensors(folder, network)
+  tokenizer = folder_tokenizer.load(
+    folder, config.model.tokenizer, chat=config.prompt.chat
+  )
+  network = dataclasses.replace(
+    network,
+    num_tokens=folder_tokenizer.num_tokens(tokenizer, network.vocab_size),
+  )
+  source = policy.PolicySource(network, 'hf', str(folder), config.seed)
+  _check_positions(config, source)
+  chat_template = ChatTemplate(
+    tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token
+  )
+  return Model(source, tokenizer, chat_template)
+
+
+def _check_positions(
+  config: ml_collections.ConfigDict, source: policy.PolicySource
+) -> None:
   longest = config.generator.max_prompt_length + config.generator.max_new_tokens
-  if longest > file.config.max_position:
+  if longest > source.model.max_position:
     raise ValueError(
       'generator.max_prompt_length + generator.max_new_tokens ='
-      f' {longest} exceeds the {file.config.max_position} positions of {path}'
+      f' {longest} exceeds the {source.model.max_position} positions of'
+      f' {source.path}; lower one of them'
     )
-  return Model(source, tokenizer, chat_template)
 
 
 _MODELS: Mapping[str, Callable[[ml_collections.ConfigDict], Model]] = {
   'gguf': _gguf_model,
+  'hf': _hf_model,
   'scratch': _scratch_model,
 }
 
@@ -265,22 +306,24 @@ def _prompt_format(
 ) -> chat.PromptFormat:
   c = config.prompt
   if not c.chat:
-    if c.system or c.prefill:
+    if c.system or c.prefill or c.default_system:
       raise ValueError(
-        f'prompt.system={c.system!r} and prompt.prefill={c.prefill!r} belong'
-        ' to a chat; set prompt.chat=True or put all into prompt.user'
+        f'prompt.system={c.system!r}, prompt.default_system={c.default_system}'
+        f' and prompt.prefill={c.prefill!r} belong to a chat; set'
+        ' prompt.chat=True or put all into prompt.user'
       )
     return chat.PlainPrompt(c.user)
   if not template.text:
     raise ValueError(
-      'prompt.chat=True, but the model file has no chat template; set'
-      ' prompt.chat=False'
+      f'prompt.chat=True, but the model in {config.model.path} has no chat'
+      ' template; set prompt.chat=False, or put one into chat_template.jinja'
     )
   return chat.ChatPrompt(
     template.text,
     user=c.user,
     prefill=c.prefill,
     system=c.system or None,
+    default_system=c.default_system,
     bos_token=template.bos_token,
     eos_token=template.eos_token,
   )

@@ -1,18 +1,32 @@
 """How a problem becomes the text of a prompt: plainly, or as a chat.
 
 Chat templates come with the model file and are rendered in jinja's sandbox,
-as they are code written by others.
+as they are code written by others. They find there what transformers'
+apply_chat_template gives them, but for the date, which is the same every day.
 """
 
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
+import datetime
+import functools
+import json
 import string
 from typing import Any
 from typing import Protocol
 
 import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
 import jinja2.sandbox
+
+# What `strftime_now` tells templates: a run must have the same prompts after
+# midnight. Llama 3.2's names this day itself where it is told none.
+_TODAY = datetime.datetime(2024, 7, 26)
+# Content of a system turn that is written only to be taken off again; not
+# likely to be the text of anything else.
+_MARK = 'system turn to be left out'
 
 
 class PromptFormat(Protocol):
@@ -62,7 +76,8 @@ class ChatPrompt:
     prefill: template of the start of the assistant turn, which the policy
       continues; empty for none.
     system: template of the system turn, or None.
-    default_system: with `system` None, keep what the template invents.
+    default_system: with `system` None, keep what the template invents, such as
+      a date or 'You are a helpful assistant'.
     bos_token: text of the token, for templates that write it.
     eos_token: likewise.
   """
@@ -77,6 +92,13 @@ class ChatPrompt:
 
   def __post_init__(self) -> None:
     self.field_names()
+    try:
+      _compiled(self.chat_template)
+    except jinja2.TemplateError as error:
+      raise ValueError(
+        f'The chat template of the model is not valid jinja ({error}): fetch'
+        ' the model again, or set prompt.chat=False.'
+      ) from error
     if self.system is not None and self.default_system:
       raise ValueError(
         f'system={self.system!r} and default_system exclude each other: drop '
@@ -84,16 +106,28 @@ class ChatPrompt:
       )
 
   def render(self, fields: Mapping[str, Any]) -> str:
-    """Returns the chat up to where the policy goes on writing."""
+    """Returns the chat up to where the policy goes on writing.
+
+    Raises:
+      ValueError: a field is missing, or the template refuses the turns.
+    """
+    try:
+      return self._chat(fields) + _fill(self.prefill, fields)
+    except jinja2.TemplateError as error:
+      raise ValueError(
+        f'The chat template of the model refuses the conversation ({error}):'
+        ' change prompt.system or prompt.user, or set prompt.chat=False.'
+      ) from error
+
+  def _chat(self, fields: Mapping[str, Any]) -> str:
+    """Returns what comes before the prefill."""
     user = {'role': 'user', 'content': _fill(self.user, fields)}
     if self.system is not None:
       system = {'role': 'system', 'content': _fill(self.system, fields)}
-      chat = self._apply([system, user])
-    elif self.default_system:
-      chat = self._apply([user])
-    else:
-      chat = self._without_system(user)
-    return chat + _fill(self.prefill, fields)
+      return self._apply([system, user])
+    if self.default_system:
+      return self._apply([user])
+    return self._without_system(user)
 
   def field_names(self) -> frozenset[str]:
     """Returns the fields `render` needs."""
@@ -106,12 +140,16 @@ class ChatPrompt:
     The text of a system turn is what the template writes for that turn alone;
     taken off the front of the two turns, it leaves the user's.
     """
-    system = {'role': 'system', 'content': 'none'}
+    system = {'role': 'system', 'content': _MARK}
     try:
-      head = self._apply([system], add_generation_prompt=False)
       both = self._apply([system, user])
+      head = self._apply([system], add_generation_prompt=False)
     except jinja2.TemplateError:
       # A template that refuses system turns does not invent one either.
+      return self._apply([user])
+    # Nor does one that has no such turn, but drops its text (it is nowhere) or
+    # writes it into the user's (it is there, and not in the turn alone).
+    if (_MARK in both) != (_MARK in head) or _MARK not in both + head:
       return self._apply([user])
     if not both.startswith(head):
       raise ValueError(
@@ -130,22 +168,45 @@ class ChatPrompt:
     messages: Sequence[Mapping[str, str]],
     add_generation_prompt: bool = True,
   ) -> str:
-    template = _environment().from_string(self.chat_template)
-    return template.render(
+    return _compiled(self.chat_template).render(
       messages=messages,
+      # None, not undefined: some templates ask only whether they are none.
+      tools=None,
+      documents=None,
       add_generation_prompt=add_generation_prompt,
       bos_token=self.bos_token,
       eos_token=self.eos_token,
     )
 
 
-def _environment() -> jinja2.Environment:
-  # Chat templates are written for these two settings.
+@functools.lru_cache
+def _compiled(chat_template: str) -> jinja2.Template:
+  # Chat templates are written for these settings, functions and tags.
   environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-    trim_blocks=True, lstrip_blocks=True
+    trim_blocks=True,
+    lstrip_blocks=True,
+    extensions=[jinja2.ext.loopcontrols, _GenerationTag],
   )
   environment.globals['raise_exception'] = _raise_exception
-  return environment
+  environment.globals['strftime_now'] = _TODAY.strftime
+  environment.filters['tojson'] = _tojson
+  return environment.from_string(chat_template)
+
+
+class _GenerationTag(jinja2.ext.Extension):
+  """Reads {% generation %}, which marks the turns to learn from, as nothing."""
+
+  tags: set[str] = {'generation'}  # noqa: RUF012 (jinja declares it so)
+
+  def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+    """Returns the statements up to the end of the tag."""
+    next(parser.stream)
+    return parser.parse_statements(('name:endgeneration',), drop_needle=True)
+
+
+def _tojson(value: Any, **options: Any) -> str:
+  """Is jinja's filter without the HTML escapes, as in transformers."""
+  return json.dumps(value, **{'ensure_ascii': False, **options})
 
 
 def _raise_exception(message: str) -> None:

@@ -1,7 +1,7 @@
 """Tokenizers: text to token ids and back.
 
-None of them adds a token that is not in the text: a chat template that writes
-the beginning of sequence is the only one to write it.
+None of them adds a token that is not in the text. `encode_prompt` alone adds
+one, the beginning of sequence, and only where no chat template has written it.
 """
 
 from collections.abc import Sequence
@@ -19,13 +19,16 @@ class Tokenizer(Protocol):
   Attributes:
     vocab_size: ids are 0 .. vocab_size - 1.
     bos_id: begins a sequence, None where the model has no such token.
+    adds_bos: whether every prompt of the model begins with `bos_id`.
     eos_id: ends a completion.
-    pad_id: fills up rows; masked everywhere.
+    pad_id: fills up rows; masked everywhere, by place and not by its id, so
+      that it may be a token of text or `eos_id`.
     stop_ids: every token that ends a completion, `eos_id` among them.
   """
 
   vocab_size: int
   bos_id: int | None
+  adds_bos: bool
   eos_id: int
   pad_id: int
   stop_ids: tuple[int, ...]
@@ -35,6 +38,39 @@ class Tokenizer(Protocol):
 
   def decode(self, ids: Sequence[int]) -> str:
     """Returns the text of `ids`, special tokens left out."""
+
+
+def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
+  """Returns the ids of a prompt, the only place that adds a special token.
+
+  A prompt begins with exactly one `bos_id` where the model's prompts have one,
+  whether or not its chat template has written it already, and never ends with
+  a stop token: the policy goes on from there.
+
+  Args:
+    tokenizer: of the policy.
+    text: of the prompt, chat template applied.
+
+  Raises:
+    ValueError: two tokens begin the sequence, or a stop token ends it.
+  """
+  ids = tokenizer.encode(text)
+  bos = tokenizer.bos_id
+  if bos is not None and ids[:2] == [bos, bos]:
+    raise ValueError(
+      f'The prompt {text[:40]!r}... begins with token {bos} twice: the chat'
+      ' template or the tokenizer writes it, so take it out of prompt.user.'
+    )
+  if tokenizer.adds_bos and bos is not None and ids[:1] != [bos]:
+    ids = [bos, *ids]
+  # A lone first token may be both: some models have one token for either.
+  if len(ids) > 1 and ids[-1] in tokenizer.stop_ids:
+    raise ValueError(
+      f'The prompt ...{text[-40:]!r} ends with token {ids[-1]}, which ends a'
+      ' completion: take it out of the prompt, or use a chat template that'
+      " opens the assistant's turn."
+    )
+  return ids
 
 
 class CharacterTokenizer:
@@ -56,6 +92,7 @@ class CharacterTokenizer:
     self.pad_id = 0
     self.eos_id = 1
     self.bos_id: int | None = None
+    self.adds_bos = False
     self.stop_ids: tuple[int, ...] = (self.eos_id,)
     self._alphabet = alphabet
     self._ids = {character: i + 2 for i, character in enumerate(alphabet)}
@@ -115,6 +152,7 @@ class BytePairTokenizer:
     eos_id: int,
     pad_id: int | None = None,
     bos_id: int | None = None,
+    adds_bos: bool = False,
     extra_stop_ids: Sequence[int] = (),
   ):
     """Makes a tokenizer.
@@ -127,6 +165,7 @@ class BytePairTokenizer:
       eos_id: ends a completion.
       pad_id: fills up rows; `eos_id` where None.
       bos_id: begins a sequence, or None.
+      adds_bos: whether every prompt begins with it.
       extra_stop_ids: further tokens that end a completion.
 
     Raises:
@@ -162,6 +201,7 @@ class BytePairTokenizer:
     )
     self.vocab_size = len(tokens)
     self.bos_id = bos_id
+    self.adds_bos = adds_bos
     self.eos_id = eos_id
     self.pad_id = eos_id if pad_id is None else pad_id
     self.stop_ids = tuple(dict.fromkeys((eos_id, *extra_stop_ids)))
@@ -175,6 +215,10 @@ class BytePairTokenizer:
     return self._tokenizer.decode(
       [int(i) for i in ids], skip_special_tokens=True
     )
+
+  def to_json(self) -> str:
+    """Returns the text of a tokenizer.json, as other programs read it."""
+    return self._tokenizer.to_str()
 
 
 def _of_type(

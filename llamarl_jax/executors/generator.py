@@ -20,12 +20,14 @@ from llamarl_jax.channels import registry as channels
 from llamarl_jax.channels import weights
 from llamarl_jax.data import tokenizers
 from llamarl_jax.models import config as config_lib
+from llamarl_jax.models import kv_cache
 from llamarl_jax.models import llama
 from llamarl_jax.sampling import decoding
 from llamarl_jax.sampling import segments
 from llamarl_jax.sharding import digest
 from llamarl_jax.sharding import mesh as mesh_lib
 from llamarl_jax.sharding import rules
+from llamarl_jax.sharding import spec
 
 # How long a step without work waits for a fetch before it reports back.
 _IDLE_SECONDS = 0.05
@@ -45,6 +47,7 @@ class GeneratorSettings:
     segment_length: decode steps of one segment.
     max_prompt_length: tokens of the longest prompt.
     max_new_tokens: tokens of the longest completion.
+    compute_dtype: of the factors of matrix products, and of the cache.
   """
 
   model: config_lib.LlamaConfig
@@ -55,6 +58,7 @@ class GeneratorSettings:
   segment_length: int
   max_prompt_length: int
   max_new_tokens: int
+  compute_dtype: str = 'float32'
 
 
 @dataclasses.dataclass
@@ -111,15 +115,7 @@ class GeneratorExecutor:
     self._key = jax.device_put(
       jax.random.key(settings.seed), rules.replicated(mesh)
     )
-    self._state = jax.jit(
-      lambda: decoding.init_state(
-        settings.model,
-        settings.num_slots,
-        settings.max_prompt_length,
-        settings.max_new_tokens,
-      ),
-      out_shardings=rules.replicated(mesh),
-    )()
+    self._state = _empty_slots(settings, mesh)
     self._policy: types.VersionedParams | None = None
     self._spare: types.VersionedParams | None = None
     self._fetch_started: float | None = None
@@ -260,6 +256,7 @@ class GeneratorExecutor:
       jnp.int32(version),
       num_steps=self._settings.segment_length,
       stop_tokens=self._settings.tokenizer.stop_ids,
+      compute_dtype=self._settings.compute_dtype,
     )
     outputs, num_tokens = self._harvest()
     span = types.Span(
@@ -296,7 +293,11 @@ class GeneratorExecutor:
         max_new=settings.max_new_tokens,
       )
       self._state = decoding.insert(
-        settings.model, params, self._state, filling
+        settings.model,
+        params,
+        self._state,
+        filling,
+        compute_dtype=settings.compute_dtype,
       )
 
   def _harvest(self) -> tuple[list[types.Group], int]:
@@ -322,3 +323,44 @@ class GeneratorExecutor:
         completions = [c for _, c in sorted(group.done.items())]
         outputs.append(types.Group(group.request, tuple(completions)))
     return outputs, num_tokens
+
+
+def cache_spec(settings: GeneratorSettings) -> spec.ParamSpec:
+  """Returns what is known of the keys (or the values) of all slots."""
+  model = settings.model
+  capacity = settings.max_prompt_length + settings.max_new_tokens
+  shape = (
+    model.num_layers,
+    settings.num_slots,
+    capacity,
+    model.num_kv_heads,
+    model.head_dim,
+  )
+  dtype = jnp.dtype(settings.compute_dtype)
+  return spec.ParamSpec(shape, dtype, kv_cache.LOGICAL_AXES)
+
+
+def _empty_slots(
+  settings: GeneratorSettings, mesh: jax.sharding.Mesh
+) -> decoding.DecodeState:
+  """Returns slots whose cache is sharded, and all else replicated."""
+
+  def make() -> decoding.DecodeState:
+    return decoding.init_state(
+      settings.model,
+      settings.num_slots,
+      settings.max_prompt_length,
+      settings.max_new_tokens,
+      jnp.dtype(settings.compute_dtype),
+    )
+
+  cache = jax.sharding.NamedSharding(
+    mesh,
+    rules.partition_spec(cache_spec(settings), rules.GENERATOR_RULES, mesh),
+  )
+  abstract = jax.eval_shape(make)
+  shardings = dataclasses.replace(
+    jax.tree.map(lambda _: rules.replicated(mesh), abstract),
+    cache=jax.tree.map(lambda _: cache, abstract.cache),
+  )
+  return jax.jit(make, out_shardings=shardings)()

@@ -12,6 +12,7 @@ import jax
 
 from llamarl_jax import types
 from llamarl_jax.checkpoints import gguf
+from llamarl_jax.checkpoints import hf
 from llamarl_jax.models import config as config_lib
 from llamarl_jax.models import llama
 
@@ -23,7 +24,7 @@ class PolicySource:
   Attributes:
     model: sizes of the network.
     kind: a key of LOADERS.
-    path: of the model file; empty where there is none.
+    path: of the model file or folder; empty where there is none.
     seed: of a random initialization.
   """
 
@@ -47,9 +48,14 @@ def _from_gguf(source: PolicySource, shardings: types.Params) -> types.Params:
   return jax.tree.map(jax.device_put, params, shardings)
 
 
+def _from_hf(source: PolicySource, shardings: types.Params) -> types.Params:
+  return hf.load_params(source.path, source.model, shardings)
+
+
 LOADERS: Mapping[str, Callable[[PolicySource, types.Params], types.Params]] = {
   'scratch': _from_scratch,
   'gguf': _from_gguf,
+  'hf': _from_hf,
 }
 
 

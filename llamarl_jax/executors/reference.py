@@ -14,10 +14,12 @@ from llamarl_jax import types
 from llamarl_jax.checkpoints import run_state
 from llamarl_jax.models import config as config_lib
 from llamarl_jax.models import llama
+from llamarl_jax.sharding import activations
 from llamarl_jax.sharding import mesh as mesh_lib
 from llamarl_jax.sharding import rules
 from llamarl_jax.training import batching
-from llamarl_jax.training import step as step_lib
+from llamarl_jax.training import packing
+from llamarl_jax.training import scoring
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,20 +31,22 @@ class ReferenceSettings:
     mesh: sizes of the axes data, fsdp and tensor.
     folder: where the trainer kept the first policy.
     temperature: that of the sampler: log-probs are compared with its.
-    max_new_tokens: tokens of the longest completion.
+    max_completion: completion tokens that a row may hold.
     pad_token: token id that fills rows.
+    layout: how sequences become rows; that of the trainer.
     rows: of one forward pass.
-    row_length: tokens a row.
+    computation: how the policy is computed; that of the trainer.
   """
 
   model: config_lib.LlamaConfig
   mesh: Mapping[str, int]
   folder: str
   temperature: float
-  max_new_tokens: int
+  max_completion: int
   pad_token: int
+  layout: packing.Layout
   rows: int
-  row_length: int
+  computation: scoring.Computation
 
 
 class ReferenceExecutor:
@@ -54,14 +58,14 @@ class ReferenceExecutor:
     self._settings = settings
     self._mesh = mesh_lib.make_mesh(settings.mesh, devices)
     self._params: types.Params | None = None
-    self._log_probs = jax.jit(
-      functools.partial(
-        step_lib.policy_log_probs,
-        settings.model,
-        temperature=settings.temperature,
-        max_completion=settings.max_new_tokens,
-      )
+    score = functools.partial(
+      scoring.policy_log_probs,
+      settings.model,
+      temperature=settings.temperature,
+      max_completion=settings.max_completion,
+      computation=settings.computation,
     )
+    self._log_probs = jax.jit(activations.on_mesh(score, self._mesh))
 
   def load(self) -> None:
     """Reads the policy the trainer kept."""
@@ -91,27 +95,29 @@ class ReferenceExecutor:
     if not inputs:
       return types.StepReport(types.Status.STARVED)
     start = time.time()
-    zeros = np.zeros((len(inputs), batching.group_size(inputs)), np.float32)
-    rows = batching.build_trajectories(
+    settings = self._settings
+    plan, row_length = batching.plan_rows(inputs, settings.layout)
+    rows, places = batching.lay_out(
       inputs,
-      zeros,
-      row_length=self._settings.row_length,
-      pad_token=self._settings.pad_token,
+      plan,
+      row_length=row_length,
+      pad_token=settings.pad_token,
+      share_prompts=settings.layout.share_prompts,
     )
     log_probs = self._score(rows)
-    mask = np.asarray(rows.completion_mask)
-    size = batching.group_size(inputs)
+    nothing = np.zeros(0, np.float32)
     outputs = [
       dataclasses.replace(
         group,
         reference_log_probs=tuple(
-          log_probs[row, mask[row]]
-          for row in (n * size + c.sample_index for c in group.completions)
+          # A completion without tokens has no place.
+          log_probs[places[n, i]] if (n, i) in places else nothing
+          for i in range(len(group.completions))
         ),
       )
       for n, group in enumerate(inputs)
     ]
-    span = types.Span('reference', start, time.time(), {'rows': len(mask)})
+    span = types.Span('reference', start, time.time(), {'rows': len(plan)})
     return types.StepReport(
       types.Status.PROGRESSED, outputs=outputs, spans=[span]
     )

@@ -6,24 +6,32 @@ It owns the master parameters, the optimizer state and the checkpoints.
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
+import functools
 import time
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from llamarl_jax import types
 from llamarl_jax.algorithms import registry
 from llamarl_jax.channels import registry as channels
 from llamarl_jax.channels import weights
+from llamarl_jax.checkpoints import run_policy
 from llamarl_jax.checkpoints import run_state
+from llamarl_jax.executors import adapters
 from llamarl_jax.executors import policy
+from llamarl_jax.models import config as config_lib
 from llamarl_jax.models import llama
 from llamarl_jax.sharding import digest
 from llamarl_jax.sharding import mesh as mesh_lib
 from llamarl_jax.sharding import rules
 from llamarl_jax.training import batching
+from llamarl_jax.training import facts as facts_lib
 from llamarl_jax.training import optimizer as optimizer_lib
+from llamarl_jax.training import packing
+from llamarl_jax.training import scoring
 from llamarl_jax.training import state as state_lib
 from llamarl_jax.training import step as step_lib
 from llamarl_jax.training import supervised
@@ -35,7 +43,7 @@ class TrainerSettings:
 
   Attributes:
     source: the model and its first parameters.
-    mesh: sizes of the axes data, fsdp and tensor.
+    mesh: sizes of the axes data, fsdp, sequence and tensor.
     loss: arguments of `registry.make_loss`.
     advantage: arguments of `registry.make_advantage`.
     optimizer: arguments of `optimizer.make_optimizer`.
@@ -43,10 +51,11 @@ class TrainerSettings:
     temperature: of the softmax the completions were sampled from.
     max_new_tokens: tokens of the longest completion.
     pad_token: token id that fills rows.
-    num_micro_batches: forward and backward passes an update.
+    num_micro_batches: forward and backward passes an update, where rows are
+      not packed.
     num_minibatches: updates a batch.
-    length_multiple: row lengths are rounded up to a multiple of it.
-    share_prompts: one row a group, its prompt computed once.
+    layout: how sequences become rows.
+    computation: how the policy is computed.
     group_size: completions a problem (G).
     checkpoints: folder of this run's checkpoints.
     keep_checkpoints: how many of the newest to keep.
@@ -54,6 +63,8 @@ class TrainerSettings:
     transport_settings: of that transport.
     reference_folder: where the first policy is kept for a reference executor;
       empty where there is none.
+    offload_optimizer: whether optimizer state rests in host memory.
+    lora: adapters to train in place of the weights; None trains the weights.
   """
 
   source: policy.PolicySource
@@ -67,14 +78,16 @@ class TrainerSettings:
   pad_token: int
   num_micro_batches: int
   num_minibatches: int
-  length_multiple: int
-  share_prompts: bool
+  layout: packing.Layout
+  computation: scoring.Computation
   group_size: int
   checkpoints: str
   keep_checkpoints: int
   transport: str
   transport_settings: weights.TransportSettings
   reference_folder: str
+  offload_optimizer: bool = False
+  lora: config_lib.LoRAConfig | None = None
 
 
 class TrainerExecutor:
@@ -85,7 +98,8 @@ class TrainerExecutor:
   ):
     self._settings = settings
     self._mesh = mesh_lib.make_mesh(settings.mesh, devices)
-    model = settings.source.model
+    model = dataclasses.replace(settings.source.model, lora=settings.lora)
+    self._model = model
     specs = llama.abstract_params(model)
     self._param_shardings, _ = rules.shardings(
       specs, self._mesh, rules.TRAINER_RULES
@@ -93,20 +107,12 @@ class TrainerExecutor:
     self._abstract_params = jax.tree.map(
       lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), specs
     )
+    self._merge = adapters.make_merge(model, self._param_shardings)
     self._optimizer = optimizer_lib.make_optimizer(**settings.optimizer)
     self._state_shardings = self._shardings(self._optimizer)
     self._advantage_fn = jax.jit(registry.make_advantage(**settings.advantage))
-    self._train_step = step_lib.make_train_step(
-      model,
-      registry.make_loss(**settings.loss),
-      self._optimizer,
-      temperature=settings.temperature,
-      max_completion=settings.max_new_tokens
-      * (settings.group_size if settings.share_prompts else 1),
-      num_micro_batches=settings.num_micro_batches,
-      num_minibatches=settings.num_minibatches,
-      recompute_proximal=settings.loss['name'] in registry.NEEDS_PROXIMAL,
-      state_shardings=self._state_shardings,
+    self._train_step = make_step(
+      settings, model, self._optimizer, self._state_shardings
     )
     self._supervised: tuple[step_lib.TrainStepFn, types.TrainState] | None = (
       None
@@ -133,25 +139,26 @@ class TrainerExecutor:
     start = time.time()
     settings = self._settings
     version = self.version().batches
-    rewards, valid = batching.group_rewards(inputs)
+    rewards, valid = facts_lib.group_rewards(inputs)
     advantages = jax.device_get(self._advantage_fn(rewards, valid))
+    plan, row_length = batching.plan_rows(inputs, settings.layout)
     rows = batching.build_trajectories(
       inputs,
       advantages,
-      row_length=batching.row_length(
-        inputs, settings.length_multiple, share_prompts=settings.share_prompts
-      ),
+      row_length=row_length,
       pad_token=settings.pad_token,
-      share_prompts=settings.share_prompts,
+      share_prompts=settings.layout.share_prompts,
+      plan=plan,
     )
     batch = jax.device_put(rows, rules.batch_sharding(self._mesh))
     self._state, metrics = self._train_step(self._state, batch)
     values = {k: float(v) for k, v in jax.device_get(metrics).items()}
     values |= _effective_sample_size(values)
     facts: dict[str, Any] = dict(
-      batching.batch_facts(inputs, advantages, version)
+      facts_lib.batch_facts(inputs, advantages, version)
     )
-    facts['staleness_counts'] = batching.staleness_counts(inputs, version)
+    facts['real_token_fraction'] = packing.real_token_fraction(rows.segment_ids)
+    facts['staleness_counts'] = facts_lib.staleness_counts(inputs, version)
     stop = time.time()
     span = types.Span('train_step', start, stop, {'version': version})
     return types.StepReport(
@@ -178,11 +185,9 @@ class TrainerExecutor:
         f'{limit}; raise it'
       )
     step, state = self._supervised or self._start_supervised()
-    length = max(len(prompt) + len(answer) for prompt, answer in examples)
     rows = supervised.supervised_trajectories(
       examples,
-      row_length=-(-length // settings.length_multiple)
-      * settings.length_multiple,
+      layout=dataclasses.replace(settings.layout, num_minibatches=1),
       pad_token=settings.pad_token,
     )
     batch = jax.device_put(rows, rules.batch_sharding(self._mesh))
@@ -203,10 +208,13 @@ class TrainerExecutor:
       **self._settings.supervised_optimizer
     )
     shardings = self._shardings(optimizer)
+    layout = self._settings.layout
     step = supervised.make_supervised_step(
-      self._settings.source.model,
+      self._model,
       optimizer,
-      max_completion=self._settings.max_new_tokens,
+      max_completion=layout.pack_tokens or self._settings.max_new_tokens,
+      num_micro_batches=_packed_micro_batches(layout) or 1,
+      computation=self._settings.computation,
       state_shardings=shardings,
     )
     return step, self._initial(self._state.params, optimizer, shardings)
@@ -227,7 +235,8 @@ class TrainerExecutor:
     start = time.time()
     self._supervised = None
     version = self.version()
-    self._publisher.publish(types.VersionedParams(version, self._state.params))
+    params = self._merge(self._state.params)
+    self._publisher.publish(types.VersionedParams(version, params))
     span = types.Span(
       'publish', start, time.time(), {'version': version.batches}
     )
@@ -242,9 +251,11 @@ class TrainerExecutor:
     start = time.time()
     version = self.version()
     if self._checkpointer.latest_step() != version.batches:
-      self._checkpointer.save(
-        version.batches, self._state, {'incarnation': self._incarnation}
-      )
+      metadata = {
+        'incarnation': self._incarnation,
+        **run_policy.lora_metadata(self._model),
+      }
+      self._checkpointer.save(version.batches, self._state, metadata)
     span = types.Span(
       'checkpoint', start, time.time(), {'version': version.batches}
     )
@@ -255,13 +266,15 @@ class TrainerExecutor:
     checkpointer = run_state.RunStateCheckpointer(
       self._settings.reference_folder
     )
-    bare = dataclasses.replace(self._state, opt_state=())
+    bare = dataclasses.replace(
+      self._state, params=self._merge(self._state.params), opt_state=()
+    )
     checkpointer.save(self.version().batches, bare, {})
     checkpointer.close()
 
   def digest(self) -> str:
-    """Returns a digest of all parameters, independent of their sharding."""
-    return digest.params_digest(self._state.params)
+    """Returns a digest of what is published, independent of its sharding."""
+    return digest.params_digest(self._merge(self._state.params))
 
   def state(self) -> Mapping[str, Any]:
     """Returns where the state of this version lies on disk."""
@@ -273,7 +286,9 @@ class TrainerExecutor:
     abstract = state_lib.abstract_train_state(
       self._abstract_params, self._optimizer, self._state_shardings
     )
-    self._state, metadata = self._checkpointer.restore(abstract, state['step'])
+    step = state['step']
+    run_policy.check_lora(self._model, self._checkpointer.metadata(step))
+    self._state, metadata = self._checkpointer.restore(abstract, step)
     self._incarnation = metadata['incarnation'] + 1
 
   def close(self) -> None:
@@ -282,7 +297,9 @@ class TrainerExecutor:
     self._checkpointer.close()
 
   def _first_state(self) -> types.TrainState:
-    params = policy.load(self._settings.source, self._param_shardings)
+    params = adapters.load(
+      self._settings.source, self._settings.lora, self._param_shardings
+    )
     return self._initial(params, self._optimizer, self._state_shardings)
 
   def _initial(
@@ -306,7 +323,47 @@ class TrainerExecutor:
       optimizer,
       self._param_shardings,
       rules.replicated(self._mesh),
+      offload_optimizer=self._settings.offload_optimizer,
     )
+
+
+def make_step(
+  settings: TrainerSettings,
+  model: config_lib.LlamaConfig,
+  optimizer: optax.GradientTransformation,
+  state_shardings: types.TrainState,
+) -> step_lib.TrainStepFn:
+  """Returns the train step of a trainer; its mesh may be abstract.
+
+  Args:
+    settings: of the trainer.
+    model: that of the settings, with its adapters.
+    optimizer: made from the settings.
+    state_shardings: of the train state.
+  """
+  layout = settings.layout
+  row_completions = settings.group_size if layout.share_prompts else 1
+  return step_lib.make_train_step(
+    model,
+    registry.make_loss(**settings.loss),
+    optimizer,
+    temperature=settings.temperature,
+    max_completion=layout.pack_tokens
+    or settings.max_new_tokens * row_completions,
+    num_micro_batches=_packed_micro_batches(layout)
+    or settings.num_micro_batches,
+    num_minibatches=settings.num_minibatches,
+    recompute_proximal=settings.loss['name'] in registry.NEEDS_PROXIMAL,
+    computation=settings.computation,
+    state_shardings=state_shardings,
+  )
+
+
+def _packed_micro_batches(layout: packing.Layout) -> step_lib.CountFn | None:
+  """Returns how many micro-batches packed rows make; None if none are."""
+  if not layout.pack_tokens:
+    return None
+  return functools.partial(packing.num_micro_batches, layout=layout)
 
 
 def _effective_sample_size(values: Mapping[str, float]) -> dict[str, float]:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from llamarl_jax.models import config as config_lib
 
 # Of the keys and of the values; what a sharding rule needs to know.
-LOGICAL_AXES = ('layers', None, None, 'kv_heads', 'head_dim')
+LOGICAL_AXES = ('layers', 'slots', None, 'kv_heads', 'head_dim')
 
 
 @flax.struct.dataclass

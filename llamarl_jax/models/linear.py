@@ -9,6 +9,9 @@ to 0.9 of the time on two cores. Not measured on accelerators.
 import math
 
 import jax
+import jax.numpy as jnp
+
+from llamarl_jax.sharding import activations
 
 
 @jax.custom_vjp
@@ -47,6 +50,10 @@ def project(x: jax.Array, weight: jax.Array, num_inner: int = 1) -> jax.Array:
     weight: f[*inner, *outer].
     num_inner: how many dimensions `inner` has.
   """
+  if activations.shares_tokens():
+    # Rows and tokens are spread over different devices: merged into one
+    # dimension, as below, they would be gathered.
+    return jnp.tensordot(x, weight, num_inner)
   inner, outer = weight.shape[:num_inner], weight.shape[num_inner:]
   leading = x.shape[: x.ndim - num_inner]
   width = math.prod(inner)

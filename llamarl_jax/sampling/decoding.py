@@ -214,6 +214,19 @@ def _record(
   )
 
 
+def _cast_matrices(
+  params: types.Params, dtype: jax.typing.DTypeLike
+) -> types.Params:
+  """Returns the factors of matrix products in `dtype`, once for all steps."""
+
+  def cast(path: jax.tree_util.KeyPath, leaf: jax.Array) -> jax.Array:
+    # Norms are computed in float32, with weights as the trainer has them.
+    is_norm = 'norm' in jax.tree_util.keystr(path)
+    return leaf if is_norm else leaf.astype(dtype)
+
+  return jax.tree_util.tree_map_with_path(cast, params)
+
+
 @functools.partial(
   jax.jit,
   static_argnames=('config', 'stop_tokens', 'compute_dtype'),
@@ -247,6 +260,7 @@ def decode_segment(
   """
   chex.assert_rank(version, 0)
   capacity = state.cache.capacity
+  params = _cast_matrices(params, compute_dtype)
 
   def unfinished(carry: tuple[jax.Array, DecodeState]) -> jax.Array:
     step, state = carry

@@ -1,7 +1,8 @@
 """Device meshes, by axis name.
 
 The axes of this project: 'data' replicates parameters, 'fsdp' shards
-parameters and batch, 'tensor' shards heads, hidden units and vocabulary.
+parameters and batch, 'sequence' parameters and the tokens of a row, 'tensor'
+heads, hidden units and vocabulary.
 """
 
 from collections.abc import Mapping
@@ -39,3 +40,15 @@ def make_mesh(
   grid = np.array(devices, dtype=object).reshape(tuple(axes.values()))
   auto = (jax.sharding.AxisType.Auto,) * len(axes)
   return jax.sharding.Mesh(grid, tuple(axes), axis_types=auto)
+
+
+def abstract_mesh(axes: Mapping[str, int]) -> jax.sharding.AbstractMesh:
+  """Returns a mesh to plan with, of devices that are not there.
+
+  Args:
+    axes: size of each named axis.
+  """
+  auto = (jax.sharding.AxisType.Auto,) * len(axes)
+  return jax.sharding.AbstractMesh(
+    tuple(axes.values()), tuple(axes), axis_types=auto
+  )

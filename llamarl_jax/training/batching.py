@@ -1,7 +1,7 @@
-"""From finished groups to the rows of a train step, and facts about them.
+"""From finished groups to the rows of a train step.
 
 Everything is numpy on the host: groups are ragged, a train step is not. A row
-holds one sequence (row n * G + g is completion g of group n) or one group.
+holds one sequence, one group, or what `packing` puts together.
 """
 
 from collections.abc import Iterable
@@ -11,57 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from llamarl_jax.types import Completion
-from llamarl_jax.types import FinishReason
+from llamarl_jax.training import facts
+from llamarl_jax.training import packing
 from llamarl_jax.types import Group
 from llamarl_jax.types import Trajectories
 
-# Names of reward parts that have a meaning here; any other is only reported.
-TOTAL_PART = 'total'
-CORRECT_PART = 'correct'
-
-
-def group_size(groups: Sequence[Group]) -> int:
-  """Returns G, the completions asked for of each group.
-
-  Args:
-    groups: the groups of a batch, at least one.
-
-  Raises:
-    ValueError: if there is no group, or if they differ in size.
-  """
-  sizes = sorted({group.request.num_samples for group in groups})
-  if len(sizes) != 1:
-    raise ValueError(
-      f'a batch needs groups of one size, got sizes {sizes}: ask for the same '
-      'num_samples in every request'
-    )
-  return sizes[0]
-
-
-def group_rewards(groups: Sequence[Group]) -> tuple[np.ndarray, np.ndarray]:
-  """Returns total rewards f32[N, G] and which of them exist, bool[N, G].
-
-  A completion that is missing from its group, or has no tokens, is not valid
-  and has reward 0. A reward that is not finite stays as it is: the update it
-  leads to is skipped and counted.
-
-  Args:
-    groups: N scored groups of G requested completions.
-
-  Raises:
-    ValueError: if a group has not been scored, or not completely.
-  """
-  shape = (len(groups), group_size(groups))
-  rewards = np.zeros(shape, np.float32)
-  valid = np.zeros(shape, bool)
-  for n, group in enumerate(groups):
-    parts = _scored_parts(group)
-    for completion, part in zip(group.completions, parts, strict=True):
-      if completion.tokens.size > 0:
-        rewards[n, completion.sample_index] = part[TOTAL_PART]
-        valid[n, completion.sample_index] = True
-  return rewards, valid
+# (group, place in its completions) -> row, and where in the row it stands
+Places = dict[tuple[int, int], tuple[int, slice]]
 
 
 def row_length(
@@ -112,14 +68,19 @@ def place_sequence(
   row: int,
   prompt: Sequence[int] | np.ndarray,
   completion: Sequence[int] | np.ndarray,
+  *,
+  start: int = 0,
+  segment_id: int = 1,
 ) -> slice:
-  """Writes one sequence to the start of a row of `rows`, in place.
+  """Writes one sequence into a row of `rows`, in place.
 
   Args:
     rows: from `empty_rows`.
     row: the row to write to.
     prompt: tokens given, at least one: the first has no log-prob.
     completion: tokens to train on.
+    start: place of its first token in the row.
+    segment_id: of the sequence, unique in the row.
 
   Returns:
     Where the completion stands in its row.
@@ -127,21 +88,28 @@ def place_sequence(
   Raises:
     ValueError: if the prompt is empty, or if the row is too short.
   """
-  _place_prompt(rows, row, prompt)
-  return _place_completion(rows, row, len(prompt), len(prompt), completion, 1)
+  stop = _place_prompt(rows, row, start, prompt, segment_id)
+  position = len(prompt)
+  return _place_completion(rows, row, stop, position, completion, segment_id)
 
 
 def _place_prompt(
-  rows: Trajectories, row: int, prompt: Sequence[int] | np.ndarray
-) -> None:
-  """Writes a prompt to the start of a row, as segment 1."""
-  stop = len(prompt)
-  if stop < 1:
+  rows: Trajectories,
+  row: int,
+  start: int,
+  prompt: Sequence[int] | np.ndarray,
+  segment_id: int,
+) -> int:
+  """Writes a prompt; returns where it ends."""
+  stop = start + len(prompt)
+  if not len(prompt):
     raise ValueError(f'row {row} has an empty prompt: it needs one token')
   _check_room(rows, row, stop)
-  rows.tokens[row, :stop] = prompt
-  rows.segment_ids[row, :stop] = 1
-  rows.positions[row, :stop] = np.arange(stop)
+  where = slice(start, stop)
+  rows.tokens[row, where] = prompt
+  rows.segment_ids[row, where] = segment_id
+  rows.positions[row, where] = np.arange(len(prompt))
+  return stop
 
 
 def _place_completion(
@@ -171,6 +139,140 @@ def _check_room(rows: Trajectories, row: int, stop: int) -> None:
     )
 
 
+def lay_out(
+  groups: Sequence[Group],
+  plan: packing.Plan,
+  *,
+  row_length: int,
+  pad_token: int,
+  share_prompts: bool = False,
+) -> tuple[Trajectories, Places]:
+  """Returns rows with tokens and layout alone, and the place of completions.
+
+  Args:
+    groups: N groups.
+    plan: what stands in each row.
+    row_length: T, tokens a row.
+    pad_token: token id of padding.
+    share_prompts: whether the completions of a part read one copy of their
+      prompt, a segment of its own, rather than a copy each.
+
+  Raises:
+    ValueError: if a row is too short for what it is to hold.
+  """
+  rows = empty_rows(len(plan), row_length, pad_token)
+  if share_prompts:
+    before = np.maximum(np.arange(row_length, dtype=np.int32) - 1, 0)
+    more: dict[str, Any] = {
+      'prefix_ids': np.zeros_like(rows.tokens),
+      'predecessors': np.tile(before, (len(plan), 1)),
+    }
+    rows = dataclasses.replace(rows, **more)
+  places: Places = {}
+  for row, parts in enumerate(plan):
+    start, segment_id = 0, 1
+    for part in parts:
+      place = _place_shared if share_prompts else _place_apart
+      found = place(rows, row, groups[part.group], part, start, segment_id)
+      places |= {(part.group, i): (row, where) for i, where in found.items()}
+      start = max(where.stop for where in found.values())
+      segment_id += len(found) + share_prompts
+  return rows, places
+
+
+def _place_apart(
+  rows: Trajectories,
+  row: int,
+  group: Group,
+  part: packing.Part,
+  start: int,
+  segment_id: int,
+) -> dict[int, slice]:
+  """Writes sequences one after the other; returns where completions stand."""
+  places: dict[int, slice] = {}
+  for i in part.completions:
+    places[i] = place_sequence(
+      rows,
+      row,
+      group.request.prompt_tokens,
+      group.completions[i].tokens,
+      start=start,
+      segment_id=segment_id + len(places),
+    )
+    start = places[i].stop
+  return places
+
+
+def _place_shared(
+  rows: Trajectories,
+  row: int,
+  group: Group,
+  part: packing.Part,
+  start: int,
+  segment_id: int,
+) -> dict[int, slice]:
+  """Writes a prompt and its completions; returns where these stand."""
+  prompt = group.request.prompt_tokens
+  prefix_ids, predecessors = rows.prefix_ids, rows.predecessors
+  assert isinstance(prefix_ids, np.ndarray)
+  assert isinstance(predecessors, np.ndarray)
+  start = _place_prompt(rows, row, start, prompt, segment_id)
+  last = start - 1
+  places = {}
+  for own_id, i in enumerate(part.completions, segment_id + 1):
+    where = _place_completion(
+      rows, row, start, len(prompt), group.completions[i].tokens, own_id
+    )
+    prefix_ids[row, where] = segment_id
+    predecessors[row, start] = last
+    places[i] = where
+    start = where.stop
+  return places
+
+
+def plan_rows(
+  groups: Sequence[Group], layout: packing.Layout
+) -> tuple[packing.Plan, int]:
+  """Returns what stands in each row, and T, the tokens of a row.
+
+  Unpacked, row n * G + g is completion g of group n, or row n is group n with
+  its prompt shared. Completions that are missing or empty leave padding, so
+  that the number of rows depends on N and G alone.
+
+  Args:
+    groups: the groups of a batch, at least one.
+    layout: see `packing.Layout`.
+
+  Raises:
+    ValueError: if a sequence is longer than a packed row.
+  """
+  if layout.pack_tokens:
+    return packing.pack_groups(groups, layout), layout.pack_tokens
+  length = row_length(
+    groups, layout.length_multiple, share_prompts=layout.share_prompts
+  )
+  return _unpacked(groups, layout.share_prompts), length
+
+
+def _unpacked(groups: Sequence[Group], share_prompts: bool) -> packing.Plan:
+  size = facts.group_size(groups)
+  plan: packing.Plan = []
+  for n, group in enumerate(groups):
+    there = {
+      c.sample_index: i
+      for i, c in enumerate(group.completions)
+      if c.tokens.size
+    }
+    if share_prompts:
+      plan.append([packing.Part(n, tuple(there.values()))] if there else [])
+    else:
+      plan += [
+        [packing.Part(n, (there[g],))] if g in there else []
+        for g in range(size)
+      ]
+  return plan
+
+
 def build_trajectories(
   groups: Sequence[Group],
   advantages: np.ndarray,
@@ -178,183 +280,50 @@ def build_trajectories(
   row_length: int,
   pad_token: int,
   share_prompts: bool = False,
+  plan: packing.Plan | None = None,
 ) -> Trajectories:
-  """Returns the rows of a batch, in group order.
+  """Returns the rows of a batch.
 
   By default a row holds one sequence. With `share_prompts` it holds one group:
   the prompt once, as segment 1, then its completions as segments 2, 3, ...,
-  each of which reads the prompt and itself. The loss is the same, and the
-  prompt is computed once instead of G times.
+  each of which reads the prompt and itself. A `plan` from `packing` puts more
+  into a row. The loss is the same in any case.
 
-  Completions that are missing or empty leave padding, so that the shape depends
-  on N, G and `row_length` alone. Reference log-probs are there where every
-  group has them.
+  Reference log-probs are there where every group has them.
 
   Args:
     groups: N groups of G requested completions.
     advantages: f32[N, G], one for each completion.
     row_length: T, tokens a row.
     pad_token: token id of padding.
-    share_prompts: one row a group instead of one a sequence.
+    share_prompts: see `lay_out`.
+    plan: what stands in each row; None for rows in group order.
 
   Raises:
     ValueError: if shapes disagree or a sequence does not fit.
   """
-  size = group_size(groups)
+  size = facts.group_size(groups)
   if advantages.shape != (len(groups), size):
     raise ValueError(
       f'advantages have shape {advantages.shape}, but the batch has '
       f'{len(groups)} groups of {size}'
     )
-  num_rows = len(groups) if share_prompts else len(groups) * size
-  rows = empty_rows(num_rows, row_length, pad_token)
-  more: dict[str, Any] = {}
-  if share_prompts:
-    before = np.maximum(np.arange(row_length, dtype=np.int32) - 1, 0)
-    more['prefix_ids'] = np.zeros_like(rows.tokens)
-    more['predecessors'] = np.tile(before, (num_rows, 1))
-  if all(group.reference_log_probs is not None for group in groups):
-    more['reference_log_probs'] = np.zeros_like(rows.advantages)
-  rows = dataclasses.replace(rows, **more)
-  for n, group in enumerate(groups):
-    places = (_place_group if share_prompts else _place_rows)(
-      rows, n, group, size
-    )
-    for i, (row, where) in places.items():
-      completion = group.completions[i]
-      rows.behavior_log_probs[row, where] = completion.log_probs
-      rows.policy_version[row, where] = completion.versions
-      rows.advantages[row, where] = advantages[n, completion.sample_index]
-      if rows.reference_log_probs is not None:
-        reference = (group.reference_log_probs or ())[i]
-        rows.reference_log_probs[row, where] = reference
-  return rows
-
-
-def _place_rows(
-  rows: Trajectories, n: int, group: Group, size: int
-) -> dict[int, tuple[int, slice]]:
-  """Writes group n as one row a completion; returns row and place of each."""
-  places = {}
-  for i, completion in enumerate(group.completions):
-    if completion.tokens.size:
-      row = n * size + completion.sample_index
-      where = place_sequence(
-        rows, row, group.request.prompt_tokens, completion.tokens
-      )
-      places[i] = (row, where)
-  return places
-
-
-def _place_group(
-  rows: Trajectories, n: int, group: Group, size: int
-) -> dict[int, tuple[int, slice]]:
-  """Writes group n as one row; returns row and place of each completion."""
-  del size
-  prompt = group.request.prompt_tokens
-  prefix_ids, predecessors = rows.prefix_ids, rows.predecessors
-  assert isinstance(prefix_ids, np.ndarray)
-  assert isinstance(predecessors, np.ndarray)
-  _place_prompt(rows, n, prompt)
-  places = {}
-  start = len(prompt)
-  for i, completion in enumerate(group.completions):
-    if completion.tokens.size:
-      where = _place_completion(
-        rows, n, start, len(prompt), completion.tokens, i + 2
-      )
-      prefix_ids[n, where] = 1
-      predecessors[n, start] = len(prompt) - 1
-      places[i] = (n, where)
-      start = where.stop
-  return places
-
-
-def batch_facts(
-  groups: Sequence[Group], advantages: np.ndarray, version: int
-) -> dict[str, float]:
-  """Returns what is to be reported of a batch, as plain floats.
-
-  Keys: reward_mean; reward_PART for each other named part; accuracy, where
-  there is a part 'correct'; response_length_mean and _max in tokens;
-  truncated_completions, the fraction that ended at its length limit;
-  zero_advantage_fraction, of groups that teach nothing as all their advantages
-  are 0; staleness_mean and _max, over completion tokens.
-
-  Args:
-    groups: N scored groups.
-    advantages: f32[N, G].
-    version: `Version.batches` of the trainer that is about to use the batch.
-  """
-  completions = _completions(groups)
-  lengths = np.array([c.tokens.size for c in completions] or [0])
-  truncated = sum(c.finish_reason == FinishReason.LENGTH for c in completions)
-  silent = np.all(np.asarray(advantages) == 0, axis=1)
-  facts = _reward_means(groups)
-  facts['response_length_mean'] = float(lengths.mean())
-  facts['response_length_max'] = float(lengths.max())
-  facts['truncated_completions'] = truncated / max(len(completions), 1)
-  facts['zero_advantage_fraction'] = float(silent.mean())
-  counts = staleness_counts(groups, version)
-  num_tokens = max(sum(counts.values()), 1)
-  facts['staleness_mean'] = sum(s * n for s, n in counts.items()) / num_tokens
-  facts['staleness_max'] = float(max(counts, default=0))
-  return facts
-
-
-def staleness_counts(groups: Sequence[Group], version: int) -> dict[int, int]:
-  """Returns how many completion tokens have each staleness, in order.
-
-  staleness = version of the trainer - version that sampled the token
-
-  Args:
-    groups: the groups of a batch.
-    version: `Version.batches` of the trainer.
-  """
-  versions = [c.versions for c in _completions(groups)]
-  if not versions:
-    return {}
-  values, counts = np.unique(
-    version - np.concatenate(versions), return_counts=True
+  rows, places = lay_out(
+    groups,
+    _unpacked(groups, share_prompts) if plan is None else plan,
+    row_length=row_length,
+    pad_token=pad_token,
+    share_prompts=share_prompts,
   )
-  return dict(zip(values.tolist(), counts.tolist(), strict=True))
-
-
-def _completions(groups: Sequence[Group]) -> list[Completion]:
-  return [c for group in groups for c in group.completions if c.tokens.size]
-
-
-def _scored_parts(group: Group) -> Sequence:
-  """Returns the rewards of a group, checked to be there."""
-  index = group.request.admission_index
-  if group.rewards is None:
-    raise ValueError(f'group {index} has no rewards: score it first')
-  if len(group.rewards) != len(group.completions):
-    raise ValueError(
-      f'group {index} has {len(group.rewards)} rewards for '
-      f'{len(group.completions)} completions'
-    )
-  for parts in group.rewards:
-    if TOTAL_PART not in parts:
-      raise ValueError(
-        f'group {index} has rewards {sorted(parts)} without {TOTAL_PART!r}'
-      )
-  return group.rewards
-
-
-def _reward_means(groups: Sequence[Group]) -> dict[str, float]:
-  """Returns the mean of each reward part over the completions that have it."""
-  values: dict[str, list[float]] = {}
-  for group in groups:
-    for completion, parts in zip(
-      group.completions, _scored_parts(group), strict=True
-    ):
-      if completion.tokens.size == 0:
-        continue
-      for name, value in parts.items():
-        values.setdefault(name, []).append(float(value))
-  means = {name: float(np.mean(v)) for name, v in sorted(values.items())}
-  facts = {'reward_mean': means.pop(TOTAL_PART, 0.0)}
-  if CORRECT_PART in means:
-    facts['accuracy'] = means[CORRECT_PART]
-  return facts | {f'reward_{name}': value for name, value in means.items()}
+  if all(group.reference_log_probs is not None for group in groups):
+    zeros: Any = np.zeros_like(rows.advantages)
+    rows = dataclasses.replace(rows, reference_log_probs=zeros)
+  for (n, i), (row, where) in places.items():
+    completion = groups[n].completions[i]
+    rows.behavior_log_probs[row, where] = completion.log_probs
+    rows.policy_version[row, where] = completion.versions
+    rows.advantages[row, where] = advantages[n, completion.sample_index]
+    if rows.reference_log_probs is not None:
+      reference = (groups[n].reference_log_probs or ())[i]
+      rows.reference_log_probs[row, where] = reference
+  return rows

@@ -73,13 +73,17 @@ def learning_rate_schedule(
 
 
 def decay_mask(params: Params) -> Params:
-  """Returns the tree of which leaves weight decay acts on: all but norms.
+  """Returns which leaves weight decay acts on: all but norms and biases.
 
   Names tell, as a stacked scale has the rank of a matrix.
   """
-  return jax.tree_util.tree_map_with_path(
-    lambda path, _: 'norm' not in jax.tree_util.keystr(path), params
-  )
+
+  def decays(path: jax.tree_util.KeyPath, leaf: jax.Array) -> bool:
+    del leaf
+    name = jax.tree_util.keystr(path)
+    return 'norm' not in name and 'bias' not in name
+
+  return jax.tree_util.tree_map_with_path(decays, params)
 
 
 def make_optimizer(
@@ -101,7 +105,8 @@ def make_optimizer(
     b1: decay of the first moment, in [0, 1).
     b2: decay of the second moment, in [0, 1).
     epsilon: added to the root of the second moment, above 0.
-    weight_decay: decoupled, times the learning rate; norms are exempt.
+    weight_decay: decoupled, times the learning rate; norms and biases
+      are exempt.
     clip_norm: largest global norm of a gradient; `math.inf` never clips.
     schedule: a key of `SCHEDULES`.
     warmup_steps: see `learning_rate_schedule`.

@@ -6,6 +6,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from llamarl_jax.models import config as config_lib
+from llamarl_jax.models import llama
+from llamarl_jax.models import lora
+from llamarl_jax.sharding import offload
+from llamarl_jax.sharding import rules
 from llamarl_jax.types import Params
 from llamarl_jax.types import TrainState
 
@@ -15,6 +20,8 @@ def init_train_state(
 ) -> TrainState:
   """Returns the state before the first batch.
 
+  There is optimizer state for what `lora.split_trainable` says is trained.
+
   Args:
     params: float32 master weights. They are copied: a train step donates its
       state, and the caller may have other uses for them.
@@ -22,7 +29,7 @@ def init_train_state(
   """
   return TrainState(
     params=jax.tree.map(jnp.copy, params),
-    opt_state=optimizer.init(params),
+    opt_state=optimizer.init(lora.split_trainable(params)[0]),
     batches_consumed=jnp.zeros((), jnp.int32),
     skipped_steps=jnp.zeros((), jnp.int32),
   )
@@ -33,6 +40,8 @@ def train_state_shardings(
   optimizer: optax.GradientTransformation,
   param_shardings: Params,
   replicated: Any,
+  *,
+  offload_optimizer: bool = False,
 ) -> TrainState:
   """Returns a tree of shardings in the shape of the train state.
 
@@ -43,15 +52,22 @@ def train_state_shardings(
     optimizer: the chain that will update them.
     param_shardings: a sharding for each leaf of `params`.
     replicated: the `Sharding` of scalars, on the same mesh.
+    offload_optimizer: whether the moments rest in the memory of the host, and
+      come to the devices for the update alone.
+
+  Raises:
+    ValueError: they are to rest there, and the devices cannot read it.
   """
   abstract = jax.eval_shape(lambda p: init_train_state(p, optimizer), params)
   return TrainState(
     params=param_shardings,
     opt_state=optax.tree.map_params(
       optimizer,
-      lambda _, sharding: sharding,
+      lambda _, sharding: (
+        offload.on_host(sharding) if offload_optimizer else sharding
+      ),
       abstract.opt_state,
-      param_shardings,
+      lora.split_trainable(param_shardings)[0],
       transform_non_params=lambda _: replicated,
     ),
     batches_consumed=replicated,
@@ -79,3 +95,33 @@ def abstract_train_state(
     abstract,
     shardings,
   )
+
+
+def plan_train_state(
+  config: config_lib.LlamaConfig,
+  optimizer: optax.GradientTransformation,
+  mesh: rules.AnyMesh,
+  *,
+  offload_optimizer: bool = False,
+) -> TrainState:
+  """Returns the state of a trainer as `jax.ShapeDtypeStruct`s.
+
+  Args:
+    config: of the model that is trained.
+    optimizer: the chain that will update it.
+    mesh: where it will live; may be abstract, of devices that are not there.
+    offload_optimizer: see `train_state_shardings`.
+  """
+  specs = llama.abstract_params(config)
+  param_shardings, _ = rules.shardings(specs, mesh, rules.TRAINER_RULES)
+  params = jax.tree.map(
+    lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype), specs
+  )
+  shardings = train_state_shardings(
+    params,
+    optimizer,
+    param_shardings,
+    rules.replicated(mesh),
+    offload_optimizer=offload_optimizer,
+  )
+  return abstract_train_state(params, optimizer, shardings)

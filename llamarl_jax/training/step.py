@@ -12,14 +12,15 @@ import functools
 from typing import Any
 from typing import NamedTuple
 
-import chex
 import jax
 import jax.numpy as jnp
 import optax
 
-from llamarl_jax.algorithms import log_probs as log_probs_lib
 from llamarl_jax.models import config as config_lib
-from llamarl_jax.models import llama
+from llamarl_jax.models import lora
+from llamarl_jax.sharding import activations
+from llamarl_jax.sharding import offload
+from llamarl_jax.training import scoring
 from llamarl_jax.types import LossFn
 from llamarl_jax.types import LossOutput
 from llamarl_jax.types import Mean
@@ -32,6 +33,8 @@ TrainStepFn = Callable[
 ]
 # (params, batch) -> (log_probs f32[R, T], entropy f32[R, T])
 PolicyFn = Callable[[Params, Trajectories], tuple[jax.Array, jax.Array]]
+# rows of an update -> its micro-batches
+CountFn = Callable[[int], int]
 
 
 class _Update(NamedTuple):
@@ -42,74 +45,11 @@ class _Update(NamedTuple):
   finite: jax.Array
 
 
-# ((params, opt_state), batch) -> ((params, opt_state), facts)
+# (frozen, (trainable, opt_state), batch) -> ((trainable, opt_state), facts)
 UpdateFn = Callable[
-  [tuple[Params, Any], Trajectories], tuple[tuple[Params, Any], _Update]
+  [Params, tuple[Params, Any], Trajectories],
+  tuple[tuple[Params, Any], _Update],
 ]
-
-
-def policy_log_probs(
-  config: config_lib.LlamaConfig,
-  params: Params,
-  batch: Trajectories,
-  *,
-  temperature: float,
-  max_completion: int,
-  remat: bool = False,
-) -> tuple[jax.Array, jax.Array]:
-  """Returns log pi and the entropy of pi at completion tokens, f32[R, T] each.
-
-  pi = softmax(logits / temperature), as it was sampled from. Both are 0
-  outside the completion mask. Prompts are read but not scored: the output
-  projection runs on `max_completion` places of each row.
-
-  Args:
-    config: of the model.
-    params: tree as `llama.abstract_params` describes it.
-    batch: rows of T tokens.
-    temperature: above 0.
-    max_completion: completion tokens that a row may hold. Those beyond it
-      score NaN, so that the update is skipped rather than wrong.
-    remat: whether to recompute layers in the backward pass to save memory.
-  """
-  mask = batch.completion_mask
-  chex.assert_equal_shape([batch.tokens, mask])
-  hidden = llama.hidden_states(
-    config,
-    params,
-    batch.tokens,
-    batch.positions,
-    batch.segment_ids,
-    prefix_ids=batch.prefix_ids,
-    remat=remat,
-  )
-  size = min(max_completion, mask.shape[1])
-  # A stable sort of the inverted mask lists completion tokens first, in order.
-  places = jnp.argsort(~mask, axis=1, stable=True)[:, :size]
-  # Token t is predicted by what was read up to the token before it.
-  if batch.predecessors is None:
-    before = jnp.maximum(places - 1, 0)
-  else:
-    before = jnp.take_along_axis(batch.predecessors, places, axis=1)
-  hidden = jnp.take_along_axis(hidden, before[:, :, None], axis=1)
-  targets = jnp.take_along_axis(batch.tokens, places, axis=1)
-  logits = llama.logits(config, params, hidden)
-  log_probs = log_probs_lib.token_log_probs(
-    logits, targets, temperature=temperature
-  )
-  # A metric only: no gradient is taken of it.
-  entropy = log_probs_lib.entropy(
-    jax.lax.stop_gradient(logits), temperature=temperature
-  )
-  rank = jnp.cumsum(mask, axis=1) - 1
-
-  def spread(values: jax.Array) -> jax.Array:
-    index = jnp.clip(rank, 0, size - 1)
-    spread_out = jnp.take_along_axis(values, index, axis=1)
-    inside = jnp.where(rank < size, spread_out, jnp.nan)
-    return jnp.where(mask, inside, 0.0)
-
-  return spread(log_probs), spread(entropy)
 
 
 def make_train_step(
@@ -119,10 +59,10 @@ def make_train_step(
   *,
   temperature: float,
   max_completion: int,
-  num_micro_batches: int = 1,
+  num_micro_batches: int | CountFn = 1,
   num_minibatches: int = 1,
   recompute_proximal: bool = False,
-  remat: bool = False,
+  computation: scoring.Computation = scoring.DEFAULT,
   state_shardings: TrainState | None = None,
 ) -> TrainStepFn:
   """Returns a jitted (state, batch) -> (state, metrics); state is donated.
@@ -144,66 +84,101 @@ def make_train_step(
     optimizer: see `optimizer.make_optimizer`.
     temperature: that of the sampler, above 0.
     max_completion: completion tokens that a row may hold.
-    num_micro_batches: parts the gradient of an update is summed over in turn.
+    num_micro_batches: parts of an update, in turn; or a function of its rows.
     num_minibatches: optimizer updates a batch, each on its share of the rows
       with its own denominator; more than one needs a loss that tolerates it.
     recompute_proximal: whether to give the loss `proximal_log_probs`, those of
       the parameters at the start of the batch. Implied by several minibatches.
-    remat: see `policy_log_probs`.
+    computation: see `scoring.Computation`.
     state_shardings: shardings of the new state, None = left to the compiler.
 
   Raises:
     ValueError: if a number is out of its range; when called, if the splits do
       not divide the rows of the batch.
   """
-  for name, number in (
-    ('num_micro_batches', num_micro_batches),
-    ('num_minibatches', num_minibatches),
-    ('max_completion', max_completion),
-  ):
-    if number < 1:
-      raise ValueError(f'{name} must be at least 1, got {number}')
-  if not temperature > 0:
-    raise ValueError(
-      f'temperature must be above 0 to train, got {temperature}: greedy '
-      'completions have no log-probs to learn from'
-    )
+  _check_numbers(
+    temperature,
+    num_micro_batches=num_micro_batches,
+    num_minibatches=num_minibatches,
+    max_completion=max_completion,
+  )
+  count_fn = functools.partial(_count, num_micro_batches)
   policy = functools.partial(
-    policy_log_probs,
+    scoring.policy_log_probs,
     config,
     temperature=temperature,
     max_completion=max_completion,
-    remat=remat,
+    computation=computation,
   )
   update = functools.partial(
     _update,
     policy,
     loss_fn,
     optimizer,
-    num_micro_batches,
+    count_fn,
     recompute_proximal and num_minibatches == 1,
-    None if state_shardings is None else state_shardings.params,
+    None
+    if state_shardings is None
+    else lora.split_trainable(state_shardings.params)[0],
+  )
+  train_step = functools.partial(
+    _train_step, policy, update, count_fn, num_minibatches, state_shardings
   )
   return jax.jit(
-    functools.partial(
-      _train_step, policy, update, num_micro_batches, num_minibatches
-    ),
+    _on_mesh(train_step, state_shardings),
     donate_argnums=0,
     out_shardings=None if state_shardings is None else (state_shardings, None),
   )
 
 
+def _on_mesh(step: TrainStepFn, shardings: TrainState | None) -> TrainStepFn:
+  """Returns the step with activations laid out as the state is."""
+  if shardings is None:
+    return step
+  replicated: Any = shardings.batches_consumed
+  return activations.on_mesh(step, replicated.mesh)
+
+
+def _count(number: int | CountFn, rows: int) -> int:
+  """Returns the micro-batches of an update of so many rows."""
+  return number(rows) if callable(number) else number
+
+
+def _check_numbers(temperature: float, **numbers: int | CountFn) -> None:
+  for name, number in numbers.items():
+    if not callable(number) and number < 1:
+      raise ValueError(f'{name} must be at least 1, got {number}')
+  if not temperature > 0:
+    raise ValueError(
+      f'temperature must be above 0 to train, got {temperature}: greedy '
+      'completions have no log-probs to learn from'
+    )
+
+
 def _train_step(
   policy: PolicyFn,
-  update: UpdateFn,
-  num_micro_batches: int,
+  update_fn: UpdateFn,
+  count_fn: CountFn,
   num_minibatches: int,
+  shardings: TrainState | None,
   state: TrainState,
   batch: Trajectories,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
   """Returns the state after all updates of a batch, and its metrics."""
+  num_micro_batches = count_fn(len(batch.tokens) // num_minibatches)
   _check_rows(batch, num_micro_batches, num_minibatches)
-  learned = (state.params, state.opt_state)
+  opt_state = state.opt_state
+  if shardings is not None:
+    opt_state = offload.on_devices(opt_state, shardings.opt_state)
+  # Frozen weights are constants of the update: no gradient of them is taken.
+  trainable, frozen = lora.split_trainable(state.params)
+
+  def update(
+    learned: tuple[Params, Any], batch: Trajectories
+  ) -> tuple[tuple[Params, Any], _Update]:
+    return update_fn(frozen, learned, batch)
+
+  learned = (trainable, opt_state)
   if num_minibatches == 1:
     learned, result = update(learned, batch)
     results = jax.tree.map(lambda x: x[None], result)
@@ -216,7 +191,7 @@ def _train_step(
     )
   skipped = jnp.sum(~results.finite, dtype=jnp.int32)
   state = TrainState(
-    params=learned[0],
+    params=lora.combine(learned[0], frozen),
     opt_state=learned[1],
     batches_consumed=state.batches_consumed + 1,
     skipped_steps=state.skipped_steps + skipped,
@@ -228,9 +203,10 @@ def _update(
   policy: PolicyFn,
   loss_fn: LossFn,
   optimizer: optax.GradientTransformation,
-  num_micro_batches: int,
+  count_fn: CountFn,
   fill_proximal: bool,
   param_shardings: Params | None,
+  frozen: Params,
   learned: tuple[Params, Any],
   batch: Trajectories,
 ) -> tuple[tuple[Params, Any], _Update]:
@@ -240,7 +216,8 @@ def _update(
   def loss_sum(
     params: Params, micro_batch: Trajectories
   ) -> tuple[jax.Array, LossOutput]:
-    log_probs, entropy = policy(params, micro_batch)
+    whole = lora.combine(params, frozen)
+    log_probs, entropy = policy(whole, micro_batch)
     if fill_proximal:
       # With one update a batch the proximal policy is the current one.
       fixed = jax.lax.stop_gradient(log_probs)
@@ -250,6 +227,7 @@ def _update(
     metrics = {**metrics, 'entropy': Mean(jnp.sum(entropy), count)}
     return loss.total, LossOutput(loss, metrics)
 
+  num_micro_batches = count_fn(len(batch.tokens))
   if num_micro_batches == 1:
     # The count is known after the forward pass: dividing what is propagated
     # backward spares a pass over all gradients.

@@ -13,6 +13,7 @@ import optax
 
 from llamarl_jax.models import config as config_lib
 from llamarl_jax.training import batching
+from llamarl_jax.training import packing
 from llamarl_jax.training import step
 from llamarl_jax.types import LossOutput
 from llamarl_jax.types import Mean
@@ -37,22 +38,36 @@ def supervised_loss(log_probs: jax.Array, batch: Trajectories) -> LossOutput:
 def supervised_trajectories(
   examples: Sequence[tuple[Sequence[int], Sequence[int]]],
   *,
-  row_length: int,
+  layout: packing.Layout,
   pad_token: int,
 ) -> Trajectories:
-  """Returns rows of examples as numpy arrays, one example a row.
+  """Returns rows of examples as numpy arrays, one example a row, or packed.
 
   Args:
     examples: (prompt tokens, completion tokens), neither empty.
-    row_length: T, tokens a row.
+    layout: prompts are not shared.
     pad_token: token id of padding.
 
   Raises:
     ValueError: if an example does not fit.
   """
-  rows = batching.empty_rows(len(examples), row_length, pad_token)
-  for row, (prompt, completion) in enumerate(examples):
-    batching.place_sequence(rows, row, prompt, completion)
+  sizes = [len(prompt) + len(completion) for prompt, completion in examples]
+  if layout.pack_tokens:
+    length = layout.pack_tokens
+    plan = packing.first_fit(sizes, length)
+    rows_needed = packing.num_rows(len(plan), layout)
+  else:
+    length = -(-max(sizes) // layout.length_multiple) * layout.length_multiple
+    plan = [[i] for i in range(len(examples))]
+    rows_needed = len(plan)
+  rows = batching.empty_rows(rows_needed, length, pad_token)
+  for row, indices in enumerate(plan):
+    start = 0
+    for segment_id, i in enumerate(indices, 1):
+      where = batching.place_sequence(
+        rows, row, *examples[i], start=start, segment_id=segment_id
+      )
+      start = where.stop
   return rows
 
 

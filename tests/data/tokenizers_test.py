@@ -66,6 +66,18 @@ class BytePairTokenizerTest(absltest.TestCase):
     self.assertEqual(tokenizer.stop_ids, (0, 1))
     self.assertEqual(_byte_pairs(pad_id=9).pad_id, 9)
 
+  def test_the_beginning_is_added_where_the_model_has_it(self):
+    prompt = tokenizers.encode_prompt
+    self.assertEqual(prompt(_byte_pairs(), 'ab'), [7])
+    self.assertEqual(prompt(_byte_pairs(adds_bos=True), 'ab'), [1, 7])
+    self.assertEqual(prompt(_byte_pairs(adds_bos=True), '<begin>ab'), [1, 7])
+    # Told to add one, but has none.
+    self.assertEqual(prompt(_byte_pairs(adds_bos=True, bos_id=None), 'ab'), [7])
+    # One token begins and ends the sequences of some models.
+    both = _byte_pairs(adds_bos=True, bos_id=0)
+    self.assertEqual(prompt(both, ''), [0])
+    self.assertEqual(prompt(both, 'ab'), [0, 7])
+
   def test_bad_arguments(self):
     with self.assertRaisesRegex(ValueError, "'gpt-2', 'smollm'"):
       _byte_pairs(pre_tokenizer='nope')

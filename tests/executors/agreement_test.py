@@ -14,7 +14,7 @@ from llamarl_jax.controller import answering
 from llamarl_jax.controller import problems
 from llamarl_jax.executors import policy
 from llamarl_jax.training import batching
-from llamarl_jax.training import step
+from llamarl_jax.training import scoring
 from tests.oracles import tiny
 
 
@@ -49,10 +49,13 @@ class _Policies:
     )
     score = jax.jit(
       functools.partial(
-        step.policy_log_probs,
+        scoring.policy_log_probs,
         self.source.model,
         temperature=temperature,
         max_completion=num_samples * self.config.generator.max_new_tokens,
+        computation=scoring.Computation(
+          dtype=self.config.trainer.compute_dtype
+        ),
       )
     )
     log_probs, _ = score(self.params, rows)
@@ -72,6 +75,17 @@ class AgreementTest(parameterized.TestCase):
       gaps = policies.gaps(num_prompts, num_samples)
       self.assertGreaterEqual(gaps.size, num_prompts * num_samples)
       self.assertLess(gaps.max(), 2e-5)
+
+  def test_tiny_model_in_bfloat16(self):
+    """Products of 8 bits, rounded at different places on the two sides.
+
+    A rounding is off by 2e-3 of the value at most. Measured over 996 tokens:
+    0.006 in the mean, 0.035 at most; 0.008 and 0.05 with float32 on one side.
+    """
+    policies = _Policies(tiny.get_config(trainer__compute_dtype='bfloat16'))
+    gaps = policies.gaps(4, 8)
+    self.assertLess(gaps.mean(), 0.01)
+    self.assertLess(gaps.max(), 0.1)
 
   def test_smollm2_batch_of_one_and_of_32(self):
     try:

@@ -72,6 +72,27 @@ class ConfigTest(parameterized.TestCase):
       {'weights__transport': 'device_put', 'launcher__name': 'ray'},
       ('device_put', 'transfer'),
     ),
+    (
+      {'trainer__pack_tokens': 10},
+      ('trainer.pack_tokens=10', 'longest sequence', 'raise it'),
+    ),
+    (
+      {
+        'trainer__pack_tokens': 256,
+        'trainer__pack_rows': 3,
+        'trainer__fsdp': 2,
+        'trainer__num_devices': 2,
+      },
+      ('trainer.pack_rows=3', '= 2 devices', 'multiple'),
+    ),
+    ({'trainer__remat': 'some'}, ("'some'", 'full')),
+    ({'trainer__attention': 'flash'}, ("'flash'", 'splash')),
+    ({'trainer__attention': 'cudnn'}, ("'cudnn'", "'cpu'", "'auto'")),
+    ({'trainer__compute_dtype': 'float16'}, ("'float16'", 'bfloat16')),
+    (
+      {'trainer__attention': 'splash', 'launcher__platform': 'tpu'},
+      ('splash', 'share_prompts=False'),
+    ),
     ({'prompt__chat': True}, ('prompt.chat', 'False')),
     ({'prompt__user': '{q} ='}, ("'q'", 'question')),
     ({'prompt__user': 'What is {question}?'}, ('alphabet', 'W')),

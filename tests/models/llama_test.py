@@ -16,6 +16,23 @@ from llamarl_jax.sharding import rules as rules_lib
 
 # One shape everywhere, so that little is compiled.
 _ROWS, _LENGTH = 4, 8
+# A context so short that positions lie beyond it, and wavelengths are short,
+# long and between (100 ** (-i / 4) for i = 0 ... 3).
+_SCALING = config_lib.RopeScaling(
+  factor=8.0,
+  low_frequency_factor=0.125,
+  high_frequency_factor=0.5,
+  original_max_position=4,
+)
+_ADAPTERS = config_lib.LoRAConfig(rank=3, alpha=2.0)
+# Every switch at once, where no two need to be told apart.
+_SWITCHES = {
+  'qkv_bias': True,
+  'qk_norm': True,
+  'rope_scaling': _SCALING,
+  'num_tokens': 21,
+  'lora': _ADAPTERS,
+}
 
 
 def _config(**changes):
@@ -69,6 +86,17 @@ def _oracle(config, params, tokens):
   params = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
   half = config.head_dim // 2
   frequencies = config.rope_theta ** (-np.arange(half) / half)
+  if config.rope_scaling is not None:
+    scaling = config.rope_scaling
+    for i, frequency in enumerate(frequencies):
+      waves = scaling.original_max_position * frequency / (2 * np.pi)
+      low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+      if waves < low:
+        frequencies[i] = frequency / scaling.factor
+      elif waves <= high:
+        share = (waves - low) / (high - low)
+        slow = frequency / scaling.factor
+        frequencies[i] = share * frequency + (1 - share) * slow
 
   def norm(x, scale):
     return x / np.sqrt(np.mean(x**2) + config.norm_epsilon) * scale
@@ -82,27 +110,54 @@ def _oracle(config, params, tokens):
   for position, token in enumerate(tokens):
     x = params['embedding'][token]
     for i in range(config.num_layers):
-      w = jax.tree.map(lambda a, i=i: a[i], params['layers'])
+      w = _merged(config, jax.tree.map(lambda a, i=i: a[i], params['layers']))
+      own = w['attention']
+      zero = np.zeros(max(config.num_heads, config.num_kv_heads))
       normed = norm(x, w['attention_norm']['scale'])
       mixed = 0.0
       for head in range(config.num_heads):
         shared = head // (config.num_heads // config.num_kv_heads)
         keys, values = memory.setdefault((i, head), ([], []))
-        key = normed @ w['attention']['key'][:, shared]
+        key = normed @ own['key'][:, shared]
+        key = key + own.get('key_bias', zero)[shared]
+        value = normed @ own['value'][:, shared]
+        values.append(value + own.get('value_bias', zero)[shared])
+        query = normed @ own['query'][:, head]
+        query = query + own.get('query_bias', zero)[head]
+        if config.qk_norm:
+          key = norm(key, own['key_norm']['scale'])
+          query = norm(query, own['query_norm']['scale'])
         keys.append(turn(key, position))
-        values.append(normed @ w['attention']['value'][:, shared])
-        query = turn(normed @ w['attention']['query'][:, head], position)
+        query = turn(query, position)
         weights = np.exp(np.stack(keys) @ query / np.sqrt(config.head_dim))
         read = weights @ np.stack(values) / weights.sum()
-        mixed = mixed + read @ w['attention']['output'][head]
+        mixed = mixed + read @ own['output'][head]
       x = x + mixed
       normed = norm(x, w['mlp_norm']['scale'])
       gate, up = normed @ w['mlp']['gate'], normed @ w['mlp']['up']
       x = x + (gate / (1 + np.exp(-gate)) * up) @ w['mlp']['down']
     x = norm(x, params['final_norm']['scale'])
     tied = config.tie_embeddings
-    scores.append(x @ (params['embedding'].T if tied else params['head']))
+    score = x @ (params['embedding'].T if tied else params['head'])
+    if config.num_tokens is not None:
+      score[config.num_tokens :] = -np.inf
+    scores.append(score)
   return np.stack(scores)
+
+
+def _merged(config, layer):
+  """Returns one layer whose adapters are added to its weights, if any."""
+  if config.lora is None:
+    return layer
+  factor = config.lora.alpha / config.lora.rank
+  merged = {part: dict(leaves) for part, leaves in layer.items()}
+  for part in ('attention', 'mlp'):
+    for name in [n for n in layer[part] if f'{n}_lora_a' in layer[part]]:
+      added = np.tensordot(
+        layer[part][f'{name}_lora_a'], layer[part][f'{name}_lora_b'], 1
+      )
+      merged[part][name] = layer[part][name] + factor * added
+  return merged
 
 
 class LlamaTest(parameterized.TestCase):
@@ -117,6 +172,8 @@ class LlamaTest(parameterized.TestCase):
         'num_kv_heads': 1,
       },
     ),
+    ('query_key_value_bias', {'qkv_bias': True}),
+    ('every_switch', _SWITCHES),
   )
   def test_equals_the_oracle(self, changes):
     config = _config(**changes)
@@ -126,8 +183,15 @@ class LlamaTest(parameterized.TestCase):
       expected = _oracle(config, _params(config), np.asarray(tokens[row]))
       np.testing.assert_allclose(scores[row], expected, atol=2e-5)
 
-  def test_specs_describe_the_parameters(self):
-    config = _config(tie_embeddings=False, num_layers=1)
+  def test_scaling_of_the_oracle_has_every_case(self):
+    waves = 4 * 100.0 ** (-np.arange(4) / 4) / (2 * np.pi)
+    self.assertGreater(waves[0], 0.5)
+    self.assertBetween(waves[1], 0.125, 0.5)
+    self.assertLess(waves[3], 0.125)
+
+  @parameterized.parameters({}, _SWITCHES)
+  def test_specs_describe_the_parameters(self, **switches):
+    config = _config(tie_embeddings=False, num_layers=1, **switches)
     specs = llama.abstract_params(config, jnp.bfloat16)
     params = jax.eval_shape(
       functools.partial(llama.init_params, config), jax.random.key(0)
@@ -201,7 +265,7 @@ class LlamaTest(parameterized.TestCase):
       scores = llama.logits(config, params, hidden)
       return jnp.sum(jax.nn.log_softmax(scores)[0, :3, 0])
 
-    plain, again = gradient(params, False), gradient(params, True)
+    plain, again = gradient(params, 'none'), gradient(params, 'full')
     for leaf in jax.tree.leaves(plain):
       self.assertTrue(bool(jnp.isfinite(leaf).all()))
     touched = np.flatnonzero(np.abs(plain['embedding']).sum(axis=1))
@@ -212,7 +276,7 @@ class LlamaTest(parameterized.TestCase):
 
   def test_cached_decode_equals_the_full_forward(self):
     """Log-probs to 2e-5, for prompts of 1 to 4 tokens decoded together."""
-    config = _config()
+    config = _config(**_SWITCHES)
     params = _params(config)
     tokens, positions, segments = _batch(config)
     full = jax.nn.log_softmax(

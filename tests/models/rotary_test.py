@@ -1,9 +1,12 @@
+import math
+
 from absl.testing import absltest
 from absl.testing import parameterized
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from llamarl_jax.models import config as config_lib
 from llamarl_jax.models import rotary
 
 
@@ -34,6 +37,37 @@ class RotaryTest(parameterized.TestCase):
 
     self.assertAlmostEqual(product(5, 2), product(45, 42), places=4)
     self.assertNotAlmostEqual(product(5, 2), product(5, 4), places=2)
+
+  @parameterized.parameters(
+    # Llama 3.1 and Llama 3.2 1B, as their published configs have them.
+    (128, 8.0),
+    (64, 32.0),
+  )
+  def test_scaled_frequencies_equal_the_rule_case_by_case(
+    self, head_dim, factor
+  ):
+    """The rule in words, https://huggingface.co/blog/llama31, one by one."""
+    low, high, context = 1.0, 4.0, 8192
+    expected = []
+    cases = set()
+    for i in range(head_dim // 2):
+      frequency = 1.0 / 500000.0 ** (2 * i / head_dim)
+      wavelength = 2 * math.pi / frequency
+      if wavelength < context / high:
+        cases.add('short')
+      elif wavelength > context / low:
+        cases.add('long')
+        frequency /= factor
+      else:
+        cases.add('between')
+        smooth = (context / wavelength - low) / (high - low)
+        frequency = (1 - smooth) * frequency / factor + smooth * frequency
+      expected.append(frequency)
+    self.assertEqual(cases, {'short', 'between', 'long'})
+    scaling = config_lib.RopeScaling(factor, low, high, context)
+    np.testing.assert_allclose(
+      rotary.frequencies(head_dim, 500000.0, scaling), expected, rtol=1e-7
+    )
 
 
 if __name__ == '__main__':

@@ -15,6 +15,7 @@ from llamarl_jax.sampling import decoding
 from llamarl_jax.sampling import segments
 from llamarl_jax.sharding import digest
 from llamarl_jax.training import batching
+from llamarl_jax.training import facts
 from llamarl_jax.training import optimizer as optimizer_lib
 from llamarl_jax.training import state as state_lib
 from llamarl_jax.training import step as step_lib
@@ -35,7 +36,8 @@ def run(
     registry.make_loss(**s.loss),
     optimizer,
     temperature=s.temperature,
-    max_completion=s.max_new_tokens * (s.group_size if s.share_prompts else 1),
+    max_completion=s.max_new_tokens
+    * (s.group_size if s.layout.share_prompts else 1),
   )
   advantage_fn = jax.jit(registry.make_advantage(**s.advantage))
   sizes = {'max_prompt': g.max_prompt_length, 'max_new': g.max_new_tokens}
@@ -65,15 +67,17 @@ def run(
       )
     done = segments.harvest(slots, range(len(places)))
     groups = [_group(r, done, g.tokenizer, reward_fn) for r in requests]
-    advantages = jax.device_get(advantage_fn(*batching.group_rewards(groups)))
+    advantages = jax.device_get(advantage_fn(*facts.group_rewards(groups)))
     batch = batching.build_trajectories(
       groups,
       advantages,
       row_length=batching.row_length(
-        groups, s.length_multiple, share_prompts=s.share_prompts
+        groups,
+        s.layout.length_multiple,
+        share_prompts=s.layout.share_prompts,
       ),
       pad_token=s.pad_token,
-      share_prompts=s.share_prompts,
+      share_prompts=s.layout.share_prompts,
     )
     state, _ = train_step(state, jax.device_put(batch))
     digests.append(digest.params_digest(state.params))

@@ -10,6 +10,7 @@ from llamarl_jax.sharding import mesh as mesh_lib
 from llamarl_jax.sharding import rules
 from llamarl_jax.sharding import spec as spec_lib
 
+_BOTH = ('fsdp', 'tensor')
 _QUERY_AXES = ('layers', 'embed', 'heads', 'head_dim')
 
 
@@ -86,24 +87,72 @@ class RulesTest(parameterized.TestCase):
       expected,
     )
 
-  def test_what_does_not_divide_is_replicated_and_reported(self):
+  def test_what_does_not_divide_is_sharded_elsewhere_and_reported(self):
     specs = {
       'query': _spec((30, 576, 9, 64), *_QUERY_AXES),
       'up': _spec((30, 576, 1536), 'layers', 'embed', 'mlp'),
+      'bias': _spec((30, 9, 64), 'layers', 'heads', 'head_dim'),
     }
     mesh = _mesh(tensor=2)
     tree, notes = rules.shardings(specs, mesh, rules.GENERATOR_RULES)
     self.assertEqual(
       notes,
-      ['query: heads of 9 does not divide over tensor=2; replicated'],
+      [
+        'bias: heads of 9 does not divide over tensor=2; replicated',
+        'query: heads of 9 does not divide over tensor=2; embed of 576 is'
+        ' sharded instead',
+      ],
     )
-    self.assertTrue(tree['query'].is_fully_replicated)
+    self.assertTrue(tree['bias'].is_fully_replicated)
+    self.assertEqual(tree['query'].spec, P(None, 'tensor', None, None))
     self.assertEqual(tree['up'].spec, P(None, None, 'tensor'))
     # JAX accepts the layouts, which it would not for one that does not divide.
     self.assertEqual(
-      tree['query'].shard_shape((30, 576, 9, 64)), (30, 576, 9, 64)
+      tree['query'].shard_shape((30, 576, 9, 64)), (30, 288, 9, 64)
     )
     self.assertEqual(tree['up'].shard_shape((30, 576, 1536)), (30, 576, 768))
+    held = rules.device_bytes(specs, tree)
+    self.assertEqual(
+      held, 4 * (30 * 288 * 9 * 64 + 30 * 576 * 768 + 30 * 9 * 64)
+    )
+
+  @parameterized.parameters(
+    # Heads that do not divide: 'embed' is cut by both axes.
+    ((30, 576, 9, 64), _QUERY_AXES, (2, 1, 2), P(None, _BOTH, None, None)),
+    # Not even that divides: the trainer replicates over 'tensor'.
+    ((30, 6, 9, 64), _QUERY_AXES, (2, 1, 2), P(None, 'fsdp', None, None)),
+    # A width of 9 leaves 'fsdp' to the vocabulary.
+    ((512, 9), ('vocab', 'embed'), (2, 1, 2), P(('tensor', 'fsdp'), None)),
+    # Devices that share tokens share parameters.
+    ((64, 96), ('embed', 'mlp'), (2, 2, 2), P(('fsdp', 'sequence'), 'tensor')),
+    # Keys and values of fewer heads than devices.
+    (
+      (4, 64, 8, 16),
+      ('layers', 'embed', 'kv_heads', 'head_dim'),
+      (1, 1, 16),
+      P(None, 'tensor', None, None),
+    ),
+  )
+  def test_trainer_on_meshes_without_devices(self, shape, axes, sizes, layout):
+    mesh = mesh_lib.abstract_mesh(
+      dict(zip(('fsdp', 'sequence', 'tensor'), sizes, strict=True))
+    )
+    self.assertEqual(
+      rules.partition_spec(_spec(shape, *axes), rules.TRAINER_RULES, mesh),
+      layout,
+    )
+
+  def test_slots_take_what_heads_of_a_cache_cannot(self):
+    axes = ('layers', 'slots', None, 'kv_heads', 'head_dim')
+    mesh = _mesh(tensor=2)
+    for heads, expected in (
+      (8, P(None, None, None, 'tensor', None)),
+      (3, P(None, 'tensor', None, None, None)),
+    ):
+      spec = _spec((30, 64, 100, heads, 64), *axes)
+      self.assertEqual(
+        rules.partition_spec(spec, rules.GENERATOR_RULES, mesh), expected
+      )
 
   def test_several_axes_may_shard_one_dimension(self):
     table = {'embed': ('data', 'fsdp'), 'mlp': 'fsdp'}

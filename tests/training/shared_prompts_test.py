@@ -12,7 +12,8 @@ from llamarl_jax.algorithms import registry
 from llamarl_jax.models import config as config_lib
 from llamarl_jax.models import llama
 from llamarl_jax.training import batching
-from llamarl_jax.training import step
+from llamarl_jax.training import packing
+from llamarl_jax.training import scoring
 
 _CONFIG = config_lib.LlamaConfig(
   vocab_size=11,
@@ -61,7 +62,14 @@ def _groups():
   return groups
 
 
-def _rows(share_prompts, length=14):
+# Two rows, each with a part of either group.
+_SPLIT = [
+  [packing.Part(1, (0,)), packing.Part(0, (1, 2))],
+  [packing.Part(0, (0,)), packing.Part(1, (1,))],
+]
+
+
+def _rows(share_prompts, length=14, plan=None):
   advantages = np.float32([[0.5, -1.0, 0.25], [1.0, -2.0, 0.0]])
   return batching.build_trajectories(
     _groups(),
@@ -69,6 +77,7 @@ def _rows(share_prompts, length=14):
     row_length=length,
     pad_token=0,
     share_prompts=share_prompts,
+    plan=plan,
   )
 
 
@@ -110,7 +119,7 @@ class SharedPromptsTest(parameterized.TestCase):
   def test_log_probs_are_those_of_separate_rows(self):
     score = jax.jit(
       functools.partial(
-        step.policy_log_probs, _CONFIG, temperature=0.7, max_completion=11
+        scoring.policy_log_probs, _CONFIG, temperature=0.7, max_completion=11
       )
     )
     shared, apart = _rows(True), _rows(False)
@@ -133,23 +142,24 @@ class SharedPromptsTest(parameterized.TestCase):
     )
 
     def loss(params, rows):
-      log_probs, _ = step.policy_log_probs(
+      log_probs, _ = scoring.policy_log_probs(
         _CONFIG, params, rows, temperature=1.0, max_completion=11
       )
       output = loss_fn(log_probs, rows)
       return output.loss.total, output.loss.count
 
     grad = jax.jit(jax.grad(loss, has_aux=True))
-    ours, our_count = grad(_params(), _rows(True))
     theirs, their_count = grad(_params(), _rows(False))
-    self.assertEqual(our_count, their_count)
-    chex.assert_trees_all_close(ours, theirs, atol=1e-5)
+    for plan in (None, _SPLIT):
+      ours, our_count = grad(_params(), _rows(True, plan=plan))
+      self.assertEqual(our_count, their_count)
+      chex.assert_trees_all_close(ours, theirs, atol=1e-5)
 
   def test_a_completion_does_not_see_its_siblings(self):
     rows = _rows(True)
     score = jax.jit(
       functools.partial(
-        step.policy_log_probs, _CONFIG, temperature=1.0, max_completion=11
+        scoring.policy_log_probs, _CONFIG, temperature=1.0, max_completion=11
       )
     )
     before, _ = score(_params(), rows)

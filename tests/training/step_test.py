@@ -12,6 +12,7 @@ from llamarl_jax.models import config as config_lib
 from llamarl_jax.models import llama
 from llamarl_jax.training import batching
 from llamarl_jax.training import optimizer as optimizers
+from llamarl_jax.training import scoring
 from llamarl_jax.training import state as states
 from llamarl_jax.training import step as steps
 
@@ -27,6 +28,7 @@ _CONFIG = config_lib.LlamaConfig(
 )
 _ROWS = 8
 _TEMPERATURE = 0.7
+_FULL = scoring.Computation(remat='full')
 # Unequal on purpose: micro-batches of 2 hold from 4 to 9 tokens.
 _PROMPT_LENGTHS = (1, 2, 3, 2, 4, 1, 2, 3)
 _COMPLETION_LENGTHS = (5, 1, 2, 4, 3, 5, 1, 4)
@@ -54,7 +56,7 @@ def _params():
 def _jitted_log_probs(max_completion, temperature=_TEMPERATURE):
   return jax.jit(
     functools.partial(
-      steps.policy_log_probs,
+      scoring.policy_log_probs,
       _CONFIG,
       temperature=temperature,
       max_completion=max_completion,
@@ -212,7 +214,7 @@ class PolicyLogProbsTest(parameterized.TestCase):
 
 
 class TrainStepTest(parameterized.TestCase):
-  @parameterized.parameters((1, False), (4, True))
+  @parameterized.parameters((1, 'none'), (4, 'full'))
   def test_equals_the_direct_gradient(self, num_micro_batches, remat):
     batch = _batch()
     start = _state()
@@ -220,7 +222,10 @@ class TrainStepTest(parameterized.TestCase):
       _loss, start.params, start.opt_state, batch
     )
 
-    step = _train_step(num_micro_batches=num_micro_batches, remat=remat)
+    step = _train_step(
+      num_micro_batches=num_micro_batches,
+      computation=scoring.Computation(remat=remat),
+    )
     state, metrics = step(start, batch)
 
     # Float32 sums in another order.
@@ -238,7 +243,7 @@ class TrainStepTest(parameterized.TestCase):
   def test_a_batch_without_tokens_changes_nothing_but_the_version(self):
     batch = _batch()
     empty = batch.replace(completion_mask=np.zeros_like(batch.completion_mask))
-    state, metrics = _train_step(num_micro_batches=4, remat=True)(
+    state, metrics = _train_step(num_micro_batches=4, computation=_FULL)(
       _state(), empty
     )
     chex.assert_trees_all_equal(state.params, _params())
@@ -250,7 +255,7 @@ class TrainStepTest(parameterized.TestCase):
 
   @parameterized.parameters('advantages', 'behavior_log_probs')
   def test_a_step_that_is_not_finite_is_skipped_and_counted(self, field):
-    step = _train_step(num_micro_batches=4, remat=True)
+    step = _train_step(num_micro_batches=4, computation=_FULL)
     good = _batch()
     values = getattr(good, field).copy()
     values[3, 2] = np.nan
@@ -316,6 +321,20 @@ class TrainStepTest(parameterized.TestCase):
     # The second update sees a policy that has moved.
     self.assertGreater(abs(float(metrics['proximal_ratio']) - 1), 1e-4)
 
+  def test_bfloat16_moves_float32_weights(self):
+    """The products are rounded to 8 bits; what is kept is not."""
+    batch = _batch()
+    computation = scoring.Computation(dtype='bfloat16', remat='dots')
+    step = _train_step(num_micro_batches=1, computation=computation)
+    state, metrics = step(_state(), batch)
+    expected, exact = _train_step(num_micro_batches=1)(_state(), batch)
+    for leaf in jax.tree.leaves((state.params, metrics)):
+      self.assertEqual(leaf.dtype, jnp.float32)
+    for name in ('loss', 'entropy', 'grad_norm'):
+      np.testing.assert_allclose(metrics[name], exact[name], rtol=0.03)
+    # A tenth of the learning rate, the largest step of Adam.
+    chex.assert_trees_all_close(state.params, expected.params, atol=5e-3)
+
   def test_two_devices_equal_one(self):
     mesh = jax.sharding.Mesh(
       np.array(jax.devices()[:2]).reshape(1, 2), ('data', 'fsdp')
@@ -348,12 +367,15 @@ class TrainStepTest(parameterized.TestCase):
       temperature=_TEMPERATURE,
       max_completion=5,
       num_micro_batches=4,
-      remat=True,
+      computation=_FULL,
       state_shardings=shardings,
     )
     state = jax.device_put(_state(), shardings)
     batch = jax.device_put(_batch(), rows)
-    one, one_step = _state(), _train_step(num_micro_batches=4, remat=True)
+    one, one_step = (
+      _state(),
+      _train_step(num_micro_batches=4, computation=_FULL),
+    )
     for _ in range(2):
       state, metrics = step(state, batch)
       one, expected = one_step(one, _batch())
@@ -372,10 +394,20 @@ class TrainStepTest(parameterized.TestCase):
     gate = state.params['layers']['mlp']['gate']
     self.assertEqual(gate.addressable_shards[0].data.shape, (2, 16, 12))
 
+  def test_every_buffer_of_the_state_is_used_again(self):
+    """All of parameters and optimizer state is written over its old place."""
+    compiled = _train_step(num_micro_batches=1).lower(_state(), _batch())
+    compiled = compiled.compile()
+    self.assertIn('input_output_alias', compiled.as_text())
+    self.assertEqual(
+      compiled.memory_analysis().alias_size_in_bytes,
+      sum(leaf.nbytes for leaf in jax.tree.leaves(_state())),
+    )
+
   def test_the_state_is_donated_and_the_given_params_are_not(self):
     params = jax.device_put(_params())
     state = states.init_train_state(params, _optimizer())
-    new, _ = _train_step(num_micro_batches=1, remat=False)(state, _batch())
+    new, _ = _train_step(num_micro_batches=1)(state, _batch())
     self.assertTrue(state.params['embedding'].is_deleted())
     self.assertFalse(params['embedding'].is_deleted())
     self.assertFalse(new.params['embedding'].is_deleted())

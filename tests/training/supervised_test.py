@@ -7,6 +7,7 @@ import numpy as np
 from llamarl_jax.models import config as config_lib
 from llamarl_jax.models import llama
 from llamarl_jax.training import optimizer as optimizers
+from llamarl_jax.training import packing
 from llamarl_jax.training import state as states
 from llamarl_jax.training import supervised
 
@@ -34,7 +35,7 @@ def tearDownModule():
 class SupervisedTest(parameterized.TestCase):
   def test_loss_is_the_mean_over_completion_tokens(self):
     rows = supervised.supervised_trajectories(
-      [((1,), (2, 3)), ((4, 5), (6,))], row_length=4, pad_token=0
+      [((1,), (2, 3)), ((4, 5), (6,))], layout=packing.Layout(4), pad_token=0
     )
     np.testing.assert_array_equal(rows.tokens, [[1, 2, 3, 0], [4, 5, 6, 0]])
     log_probs = jnp.array([[-9.0, -1.0, -2.0, -9.0], [-9.0, -9.0, -4.5, -9.0]])
@@ -45,7 +46,7 @@ class SupervisedTest(parameterized.TestCase):
   def test_learns_a_rule_by_heart(self):
     examples = [((a,), (7 - a, a)) for a in range(1, 7)]
     rows = supervised.supervised_trajectories(
-      examples, row_length=3, pad_token=0
+      examples, layout=packing.Layout(1), pad_token=0
     )
     optimizer = optimizers.make_optimizer(learning_rate=0.03)
     step = supervised.make_supervised_step(

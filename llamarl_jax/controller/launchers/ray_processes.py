@@ -16,6 +16,7 @@ import ray.exceptions
 
 from llamarl_jax.controller import program
 from llamarl_jax.controller.launchers import base
+from llamarl_jax.runtime import host_memory
 
 
 class _Process:
@@ -31,6 +32,8 @@ class _Process:
         f'{node.name} asks for {node.num_devices} devices; its process sees'
         f' {len(devices)}'
       )
+    if devices and devices[0].platform == 'cpu':
+      host_memory.keep_freed_memory()
     self._executor = node.factory(devices=devices, **node.arguments)
     self._num_devices = len(devices)
     self._closed = threading.Event()
