@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 VENV_PARITY ?= .venv-parity
+# Processes that share the tests; each takes 2 GB.
+TEST_WORKERS ?= 2
 CONFIG ?= configs/smollm2_arithmetic.py
 SEED ?= 0
 WORKDIR ?= runs/$(basename $(notdir $(CONFIG)))-seed$(SEED)-$(shell date +%Y%m%d-%H%M%S)
@@ -46,7 +48,7 @@ train: $(INSTALLED) $(if $(findstring smollm2,$(CONFIG)),smollm2)
 	  --config.seed=$(SEED) --workdir=$(WORKDIR) $(ARGS)
 
 test: smollm2
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses=$(TEST_WORKERS) $(ARGS)
 
 # torch and transformers have an environment of their own. Where pip finds no
 # CPU build of torch, it takes one with CUDA, which does as well.

@@ -8,7 +8,6 @@ import dataclasses
 import pathlib
 from typing import Any
 
-import jax
 import ml_collections
 
 from llamarl_jax.algorithms import registry
@@ -24,13 +23,13 @@ from llamarl_jax.executors import trainer
 from llamarl_jax.models import catalog
 from llamarl_jax.models import config as config_lib
 from llamarl_jax.models import llama
+from llamarl_jax.models import lora
 from llamarl_jax.scheduling import admission
 from llamarl_jax.sharding import mesh as mesh_lib
 from llamarl_jax.sharding import rules
 from llamarl_jax.training import optimizer
 from llamarl_jax.training import packing
 from llamarl_jax.training import scoring
-from llamarl_jax.training import state as train_state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -360,17 +359,18 @@ def _notes(
   """Returns what sharding could not do as asked, and what a device holds."""
   trained = dataclasses.replace(model.source.model, lora=checks.lora(config))
   trainer_mesh = mesh_lib.abstract_mesh(checks.trainer_mesh(config))
-  _, replicated = rules.shardings(
-    llama.abstract_params(trained), trainer_mesh, rules.TRAINER_RULES
+  specs = llama.abstract_params(trained)
+  shardings, replicated = rules.shardings(
+    specs, trainer_mesh, rules.TRAINER_RULES
   )
   notes = [f'trainer: {note}' for note in replicated]
-  state = train_state.plan_train_state(
-    trained,
-    optimizer.make_optimizer(learning_rate=config.trainer.learning_rate),
-    trainer_mesh,
-    offload_optimizer=config.trainer.offload_optimizer,
-  )
-  held = rules.device_bytes(state, jax.tree.map(lambda x: x.sharding, state))
+  held = rules.device_bytes(specs, shardings)
+  if not config.trainer.offload_optimizer:
+    # Two moments of what is trained. Counted, as asking the optimizer would
+    # start a JAX backend in this process.
+    held += 2 * rules.device_bytes(
+      lora.split_trainable(specs)[0], lora.split_trainable(shardings)[0]
+    )
   notes.append(
     f'trainer: {held / 1e9:.3g} GB a device for parameters and optimizer state'
   )
