@@ -127,13 +127,8 @@ def export(
     ValueError: if the folder holds something, the dtype is not one of
       safetensors, or the parameters are not those of the model.
   """
-  names = {v: k for k, v in safetensors_format.DTYPES.items()}
   kind = np.dtype(dtype)
-  if kind not in names:
-    raise ValueError(
-      f'dtype {kind.name!r} is not one weights are exported in; those that '
-      f'are: {[str(known) for known in names]}.'
-    )
+  name_of_dtype = safetensors_format.dtype_name(kind)
   _check_params(params, config)
   if token_ids is None and tokenizer_files_from is not None:
     token_ids = read_token_ids(tokenizer_files_from)
@@ -146,7 +141,7 @@ def export(
     if token_ids and not (partial / _GENERATION).exists():
       text = json.dumps(dict(token_ids), indent=2) + '\n'
       (partial / _GENERATION).write_text(text)
-    _write_weights(partial, params, config, names[kind], max_file_bytes)
+    _write_weights(partial, params, config, name_of_dtype, max_file_bytes)
 
 
 def copy_tokenizer_files(

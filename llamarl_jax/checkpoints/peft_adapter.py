@@ -48,13 +48,8 @@ def export(
     ValueError: if the model has no adapters, the parameters are not its own,
       the folder holds something, or the dtype is not one of safetensors.
   """
-  names = {v: k for k, v in safetensors_format.DTYPES.items()}
   kind = np.dtype(dtype)
-  if kind not in names:
-    raise ValueError(
-      f'dtype {kind.name!r} is not one adapters are exported in; those that '
-      f'are: {[str(known) for known in names]}.'
-    )
+  name_of_dtype = safetensors_format.dtype_name(kind)
   tensors = _tensors(params, config)
   with new_folder.making(folder) as partial:
     text = json.dumps(_facts(config, base_model), indent=2) + '\n'
@@ -62,7 +57,7 @@ def export(
     safetensors_format.write(
       partial / WEIGHTS_FILE,
       {name: tensor.shape for name, tensor in tensors.items()},
-      names[kind],
+      name_of_dtype,
       lambda name: tensors[name].astype(kind),
     )
 

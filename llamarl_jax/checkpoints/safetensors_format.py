@@ -22,6 +22,7 @@ import pathlib
 import struct
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 
@@ -37,6 +38,22 @@ _MAX_HEADER_BYTES = 100_000_000
 _BLOCK_BYTES = 16 * 2**20
 
 Box = tuple[slice, ...]  # A start and a stop for each axis.
+
+
+def dtype_name(dtype: jax.typing.DTypeLike) -> str:
+  """Returns what the format calls a dtype, a key of DTYPES.
+
+  Raises:
+    ValueError: if it is not one that weights are written in.
+  """
+  kind = np.dtype(dtype)
+  for name, known in DTYPES.items():
+    if known == kind:
+      return name
+  raise ValueError(
+    f'dtype {kind.name!r} is not one weights are exported in; those that are: '
+    f'{[str(known) for known in DTYPES.values()]}.'
+  )
 
 
 @dataclasses.dataclass(frozen=True)
