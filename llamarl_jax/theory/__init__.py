@@ -1,0 +1,1 @@
+"""Why asynchrony is faster: costs, memory, schedules, and their simulation."""
