@@ -5,53 +5,26 @@ process. Where both ends share a device the arrays may be shared too: they are
 the publisher's private copy, which nobody donates.
 """
 
+from collections.abc import Collection
 from collections.abc import Mapping
-import dataclasses
 from typing import Any
 
 import jax
 
 from llamarl_jax import types
-from llamarl_jax.channels import publisher as publisher_lib
 from llamarl_jax.channels import subscriber as subscriber_lib
+from llamarl_jax.channels import watch as watch_lib
 from llamarl_jax.channels import weights
 from llamarl_jax.sharding import spec
 
 NAME = 'device_put'
 
 
-def publisher(settings: weights.TransportSettings) -> weights.WeightPublisher:
-  """Returns the trainer's end."""
-  del settings  # Nothing to set inside one process.
-  return publisher_lib.PinningPublisher(NAME, _Sender())
-
-
-def subscriber(
-  name: str,
-  specs: Any,
-  shardings: Any,
-  settings: weights.TransportSettings,
-) -> weights.WeightSubscriber:
-  """Returns the generator's end.
-
-  Args:
-    name: of the subscriber, for people.
-    specs: tree of `ParamSpec`, the parameters expected.
-    shardings: tree of shardings they are to arrive in.
-    settings: of the transports.
-  """
-  return subscriber_lib.VerifyingSubscriber(
-    name,
-    NAME,
-    _Receiver(spec.named_leaves(shardings)),
-    specs,
-    shardings,
-    deadline_seconds=settings.deadline_seconds,
-  )
-
-
-class _Sender:
+class Sender:
   """Hands out references to the pinned arrays."""
+
+  def __init__(self, settings: weights.TransportSettings) -> None:
+    """Has nothing to set inside one process."""
 
   def offer(
     self,
@@ -59,40 +32,49 @@ class _Sender:
     leaves: Mapping[str, jax.Array],
     destination: weights.Destination,
   ) -> Mapping[str, Any]:
+    """Returns the arrays."""
     del version, destination
     return {'leaves': dict(leaves)}
+
+  def serve(
+    self, leaves: Mapping[str, jax.Array], destination: weights.Destination
+  ) -> None:
+    """Does nothing: receivers copy on their own."""
+
+  def release(self) -> None:
+    """Holds nothing."""
 
   def close(self) -> None:
     """Holds nothing."""
 
 
-@dataclasses.dataclass(frozen=True)
-class _Fetch:
-  """Copies that the devices are making."""
-
-  leaves: dict[str, jax.Array]
-
-  def is_ready(self) -> bool:
-    return all(map(subscriber_lib.has_arrived, self.leaves.values()))
-
-  def result(self) -> dict[str, jax.Array]:
-    return self.leaves
-
-
-class _Receiver:
+class Receiver:
   """Copies to the devices of its shardings."""
 
-  def __init__(self, shardings: Mapping[str, jax.sharding.Sharding]) -> None:
-    self._shardings = shardings
+  # In its turn: the order of work inside one process is to be reproducible.
+  background = False
 
-  def start(self, manifest: weights.Manifest) -> _Fetch:
-    leaves = manifest.offer['leaves']
-    return _Fetch(
-      {
-        path: jax.device_put(leaf, self._shardings[path])
-        for path, leaf in leaves.items()
-      }
-    )
+  def __init__(
+    self, specs: Any, shardings: Any, settings: weights.TransportSettings
+  ) -> None:
+    """Receives into `shardings`."""
+    self._shardings = spec.named_leaves(shardings)
+
+  def fetch(
+    self,
+    manifest: weights.Manifest,
+    leaves: Collection[str],
+    watch: watch_lib.Watch,
+    cost: subscriber_lib.Cost,
+  ) -> dict[str, jax.Array]:
+    """Returns the copies; see `subscriber.Receiver`."""
+    offered = manifest.offer['leaves']
+    copies = {
+      path: jax.device_put(offered[path], self._shardings[path])
+      for path in leaves
+    }
+    watch.await_arrays(list(copies.values()), 'the copies')
+    return copies
 
   def close(self) -> None:
     """Holds nothing."""

@@ -5,9 +5,8 @@ version is written once, when first asked for, and read straight into the
 shardings of each subscriber.
 """
 
+from collections.abc import Collection
 from collections.abc import Mapping
-from concurrent import futures
-import dataclasses
 import pathlib
 import shutil
 from typing import Any
@@ -17,8 +16,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from llamarl_jax import types
-from llamarl_jax.channels import publisher as publisher_lib
 from llamarl_jax.channels import subscriber as subscriber_lib
+from llamarl_jax.channels import watch as watch_lib
 from llamarl_jax.channels import weights
 from llamarl_jax.sharding import spec
 
@@ -28,57 +27,21 @@ NAME = 'filesystem'
 _NUM_VERSIONS_KEPT = 2
 
 
-def publisher(settings: weights.TransportSettings) -> weights.WeightPublisher:
-  """Returns the trainer's end.
-
-  Raises:
-    ValueError: the settings name no directory.
-  """
-  if not settings.directory:
-    raise ValueError(
-      'The filesystem transport needs a directory that trainer and generators '
-      'share; set TransportSettings.directory.'
-    )
-  directory = pathlib.Path(settings.directory).absolute() / 'weights'
-  return publisher_lib.PinningPublisher(NAME, _Sender(directory))
-
-
-def subscriber(
-  name: str,
-  specs: Any,
-  shardings: Any,
-  settings: weights.TransportSettings,
-) -> weights.WeightSubscriber:
-  """Returns the generator's end.
-
-  Args:
-    name: of the subscriber, for people.
-    specs: tree of `ParamSpec`, the parameters expected.
-    shardings: tree of shardings they are to arrive in.
-    settings: of the transports.
-  """
-  by_path = spec.named_leaves(shardings)
-  abstract = {
-    path: jax.ShapeDtypeStruct(
-      leaf.shape, np.dtype(leaf.dtype), sharding=by_path[path]
-    )
-    for path, leaf in spec.named_leaves(specs).items()
-  }
-  return subscriber_lib.VerifyingSubscriber(
-    name,
-    NAME,
-    _Receiver(abstract),
-    specs,
-    shardings,
-    deadline_seconds=settings.deadline_seconds,
-  )
-
-
-class _Sender:
+class Sender:
   """Writes versions and deletes old ones."""
 
-  def __init__(self, directory: pathlib.Path) -> None:
-    self._directory = directory
+  def __init__(self, settings: weights.TransportSettings) -> None:
+    """Writes below `settings.directory`.
+
+    Raises:
+      ValueError: the settings name no directory.
+    """
+    if not settings.directory:
+      raise ValueError(
+        'The filesystem transport needs a directory that trainer and generators'
+        ' share; set TransportSettings.directory.'
+      )
+    self._directory = pathlib.Path(settings.directory).absolute() / 'weights'
     self._written: list[types.Version] = []
 
   def offer(
@@ -87,6 +50,7 @@ class _Sender:
     leaves: Mapping[str, jax.Array],
     destination: weights.Destination,
   ) -> Mapping[str, Any]:
+    """Returns where the version lies, which it writes when first asked for."""
     del destination  # Files serve every sharding.
     path = self._path(version)
     if version not in self._written:
@@ -99,6 +63,14 @@ class _Sender:
       self._written = self._written[-_NUM_VERSIONS_KEPT:]
     return {'path': str(path)}
 
+  def serve(
+    self, leaves: Mapping[str, jax.Array], destination: weights.Destination
+  ) -> None:
+    """Does nothing: receivers read on their own."""
+
+  def release(self) -> None:
+    """Leaves the files: a subscriber may still be reading."""
+
   def close(self) -> None:
     """Leaves the files: a subscriber may still be reading."""
 
@@ -106,44 +78,41 @@ class _Sender:
     return self._directory / f'{version.incarnation}-{version.batches}'
 
 
-@dataclasses.dataclass(frozen=True)
-class _Fetch:
-  """A restore under way in a thread."""
+class Receiver:
+  """Reads versions."""
 
-  version: types.Version
-  future: futures.Future
+  background = True
 
-  def is_ready(self) -> bool:
-    return self.future.done()
+  def __init__(
+    self, specs: Any, shardings: Any, settings: weights.TransportSettings
+  ) -> None:
+    """Receives into `shardings`."""
+    by_path = spec.named_leaves(shardings)
+    self._abstract = {
+      path: jax.ShapeDtypeStruct(
+        leaf.shape, np.dtype(leaf.dtype), sharding=by_path[path]
+      )
+      for path, leaf in spec.named_leaves(specs).items()
+    }
 
-  def result(self) -> dict[str, jax.Array]:
-    error = self.future.exception()
-    if error is not None:
+  def fetch(
+    self,
+    manifest: weights.Manifest,
+    leaves: Collection[str],
+    watch: watch_lib.Watch,
+    cost: subscriber_lib.Cost,
+  ) -> dict[str, jax.Array]:
+    """Returns what the files hold; see `subscriber.Receiver`."""
+    path = manifest.offer['path']
+    watch.check(f'files in {path}')
+    try:
+      with ocp.StandardCheckpointer() as checkpointer:
+        # All leaves: what is on disk is one tree.
+        return checkpointer.restore(path, self._abstract)
+    except (OSError, ValueError) as error:
       raise weights.WeightTransferError(
-        f'{self.version} could not be read: {error}'
+        f'{path} could not be read: {error}'
       ) from error
-    return self.future.result()
-
-
-class _Receiver:
-  """Reads versions in a thread, so that decoding goes on."""
-
-  def __init__(self, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> None:
-    self._abstract = dict(abstract)
-    # Two threads: a read that was given up must not hold up the next one.
-    self._executor = futures.ThreadPoolExecutor(max_workers=2)
-
-  def start(self, manifest: weights.Manifest) -> _Fetch:
-    future = self._executor.submit(_restore, manifest, self._abstract)
-    return _Fetch(manifest.version, future)
 
   def close(self) -> None:
-    self._executor.shutdown(wait=False, cancel_futures=True)
-
-
-def _restore(
-  manifest: weights.Manifest, abstract: dict[str, jax.ShapeDtypeStruct]
-) -> dict[str, jax.Array]:
-  """Returns the arrays of one version, in the shardings of `abstract`."""
-  with ocp.StandardCheckpointer() as checkpointer:
-    return checkpointer.restore(manifest.offer['path'], abstract)
+    """Holds nothing."""

@@ -28,6 +28,14 @@ class Sender(Protocol):
   ) -> Mapping[str, Any]:
     """Makes `leaves` available; returns what the receiver must know."""
 
+  def serve(
+    self, leaves: Mapping[str, jax.Array], destination: weights.Destination
+  ) -> None:
+    """Does its part of a fetch, where receivers cannot fetch on their own."""
+
+  def release(self) -> None:
+    """Forgets what was offered, so that its memory can be freed."""
+
   def close(self) -> None:
     """Releases what the sender holds."""
 
@@ -57,6 +65,7 @@ class PinningPublisher:
     started = time.monotonic()
     # The old copy goes first, so that two are never held; and the new one is a
     # copy, because the next update donates the buffers of `versioned`.
+    self._sender.release()
     self._leaves = {}
     leaves = {
       path: jnp.copy(leaf)
@@ -77,27 +86,38 @@ class PinningPublisher:
 
   def offer(self, destination: weights.Destination) -> weights.Manifest:
     """Offers the pinned version; see `weights.WeightPublisher`."""
-    if self._version is None or not self._leaves:
-      raise weights.WeightTransferError(
-        f'{destination.name} asked for weights before any were published.'
-      )
+    version = self._pinned(destination)
     held = {path: tuple(leaf.shape) for path, leaf in self._leaves.items()}
     wanted = {path: leaf.shape for path, leaf in destination.leaves.items()}
     for path in sorted(held.keys() | wanted.keys()):
       if held.get(path) != wanted.get(path):
         raise weights.WeightTransferError(
-          f'{self._version}: leaf {path} has shape {held.get(path)} here and '
+          f'{version}: leaf {path} has shape {held.get(path)} here and '
           f'{wanted.get(path)} at {destination.name}.'
         )
-    offer = self._sender.offer(self._version, self._leaves, destination)
+    offer = self._sender.offer(version, self._leaves, destination)
     return weights.Manifest(
-      version=self._version,
+      version=version,
       leaves=self._manifest,
       transport=self._transport,
       offer=offer,
     )
 
+  def serve(self, destination: weights.Destination) -> None:
+    """Does its part of a fetch; see `weights.WeightPublisher`."""
+    self._pinned(destination)
+    self._sender.serve(self._leaves, destination)
+
   def close(self) -> None:
     """Frees the pinned copy; may be called twice."""
+    self._sender.release()
     self._leaves = {}
     self._sender.close()
+
+  def _pinned(self, destination: weights.Destination) -> types.Version:
+    """Returns the version that is pinned."""
+    if self._version is None or not self._leaves:
+      raise weights.WeightTransferError(
+        f'{destination.name} asked for weights before any were published.'
+      )
+    return self._version

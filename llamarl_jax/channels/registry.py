@@ -7,10 +7,13 @@ import logging
 from typing import Any
 
 from llamarl_jax.channels import broadcast
+from llamarl_jax.channels import collective
 from llamarl_jax.channels import device_put
 from llamarl_jax.channels import filesystem
 from llamarl_jax.channels import gather
+from llamarl_jax.channels import publisher as publisher_lib
 from llamarl_jax.channels import scatter
+from llamarl_jax.channels import subscriber as subscriber_lib
 from llamarl_jax.channels import transfer
 from llamarl_jax.channels import weights
 
@@ -23,17 +26,51 @@ class Transport:
 
   Attributes:
     name: as in TRANSPORTS.
-    publisher: (settings) -> the trainer's end.
-    subscriber: (name, specs, shardings, settings) -> the generator's end.
+    make_sender: (settings) -> what it does at the trainer.
+    make_receiver: (specs, shardings, settings) -> what it does at a generator.
     across_processes: whether manifests may leave the process.
   """
 
   name: str
-  publisher: Callable[[weights.TransportSettings], weights.WeightPublisher]
-  subscriber: Callable[
-    [str, Any, Any, weights.TransportSettings], weights.WeightSubscriber
+  make_sender: Callable[[weights.TransportSettings], publisher_lib.Sender]
+  make_receiver: Callable[
+    [Any, Any, weights.TransportSettings], subscriber_lib.Receiver
   ]
   across_processes: bool
+
+  def publisher(
+    self, settings: weights.TransportSettings
+  ) -> weights.WeightPublisher:
+    """Returns the trainer's end.
+
+    Raises:
+      ValueError: the settings do not suit the transport.
+    """
+    return publisher_lib.PinningPublisher(self.name, self.make_sender(settings))
+
+  def subscriber(
+    self,
+    name: str,
+    specs: Any,
+    shardings: Any,
+    settings: weights.TransportSettings,
+  ) -> weights.WeightSubscriber:
+    """Returns the generator's end.
+
+    Args:
+      name: of the subscriber, for people.
+      specs: tree of `ParamSpec`, the parameters expected.
+      shardings: tree of shardings they are to arrive in.
+      settings: of the transports.
+    """
+    return subscriber_lib.VerifyingSubscriber(
+      name,
+      self.name,
+      self.make_receiver(specs, shardings, settings),
+      specs,
+      shardings,
+      settings=settings,
+    )
 
 
 CHANNELS: Mapping[str, type] = {
@@ -45,20 +82,26 @@ CHANNELS: Mapping[str, type] = {
 TRANSPORTS: Mapping[str, Transport] = {
   'device_put': Transport(
     device_put.NAME,
-    device_put.publisher,
-    device_put.subscriber,
+    device_put.Sender,
+    device_put.Receiver,
     across_processes=False,
   ),
   'transfer': Transport(
     transfer.NAME,
-    transfer.publisher,
-    transfer.subscriber,
+    transfer.Sender,
+    transfer.Receiver,
+    across_processes=True,
+  ),
+  'collective': Transport(
+    collective.NAME,
+    collective.Sender,
+    collective.Receiver,
     across_processes=True,
   ),
   'filesystem': Transport(
     filesystem.NAME,
-    filesystem.publisher,
-    filesystem.subscriber,
+    filesystem.Sender,
+    filesystem.Receiver,
     across_processes=True,
   ),
 }

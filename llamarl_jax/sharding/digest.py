@@ -11,6 +11,7 @@ own shard. `mix` is the finalizer of MurmurHash3 (Appleby, public domain), a
 bijection: a change of one element always changes both lanes.
 """
 
+import functools
 import hashlib
 import math
 from typing import Any
@@ -40,7 +41,10 @@ def tree_digests(params: Any) -> dict[str, int]:
   leaves = spec_lib.named_leaves(params)
   if not leaves:
     return {}
-  lanes = np.asarray(_tree_lanes(list(leaves.values())))  # u32[leaves, 2]
+  # A program a leaf, and not one of the tree: leaves of one kind share it.
+  lanes = jax.device_get(
+    [_program(_everywhere(leaf))(leaf) for leaf in leaves.values()]
+  )
   return {
     path: (int(high) << 32) | int(low)
     for path, (high, low) in zip(leaves, lanes, strict=True)
@@ -70,10 +74,18 @@ def seeds(shape: tuple[int, ...], dtype: Any) -> tuple[int, int]:
   )
 
 
-@jax.jit
-def _tree_lanes(leaves: list[jax.Array]) -> jax.Array:
-  """Returns both lanes of every leaf, u32[len(leaves), 2]."""
-  return jnp.stack([_lanes(leaf) for leaf in leaves])
+@functools.lru_cache(maxsize=64)
+def _program(sharding: jax.sharding.Sharding | None) -> Any:
+  """Returns the compiled `_lanes`, with results in `sharding` if given."""
+  return jax.jit(_lanes, out_shardings=sharding)
+
+
+def _everywhere(array: jax.Array) -> jax.sharding.Sharding | None:
+  """Returns where the lanes of an array go: to each process, of several."""
+  sharding = getattr(array, 'sharding', None)
+  if sharding is None or sharding.is_fully_addressable:
+    return None
+  return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
 
 
 def _lanes(array: jax.Array) -> jax.Array:

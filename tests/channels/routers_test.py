@@ -10,6 +10,7 @@ from llamarl_jax.channels import broadcast
 from llamarl_jax.channels import gather
 from llamarl_jax.channels import registry
 from llamarl_jax.channels import scatter
+from llamarl_jax.channels import transfer_server
 
 
 class RoutersTest(parameterized.TestCase):
@@ -74,7 +75,7 @@ def test_missing_library_falls_back_to_files(monkeypatch, caplog, error):
   def missing():
     raise error('no transfer here')
 
-  monkeypatch.setattr(registry.transfer, '_library', missing)
+  monkeypatch.setattr(transfer_server, 'library', missing)
   assert registry.select_transport('transfer').name == 'filesystem'
   assert f'{error.__name__}: no transfer here' in caplog.text
   assert registry.select_transport('device_put').name == 'device_put'

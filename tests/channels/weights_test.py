@@ -26,11 +26,22 @@ _SPECS = {
   'mlp': {'up': spec_lib.ParamSpec((4, 6), 'float32', ('embed', 'mlp'))},
   'norm': spec_lib.ParamSpec((4,), 'bfloat16', ('norm',)),
   'scale': spec_lib.ParamSpec((), 'float32', ()),
+  'values': spec_lib.ParamSpec((2, 4), 'float8_e4m3fn', ('embed', 'mlp')),
 }
-_NUM_BYTES = 4 * 6 * 4 + 4 * 2 + 4
+_NUM_BYTES = 4 * 6 * 4 + 4 * 2 + 4 + 8
 _LAYOUTS = {
-  'rows': {'mlp': {'up': P('x', None)}, 'norm': P('x'), 'scale': P()},
-  'columns': {'mlp': {'up': P(None, 'x')}, 'norm': P(), 'scale': P()},
+  'rows': {
+    'mlp': {'up': P('x', None)},
+    'norm': P('x'),
+    'scale': P(),
+    'values': P('x', None),
+  },
+  'columns': {
+    'mlp': {'up': P(None, 'x')},
+    'norm': P(),
+    'scale': P(),
+    'values': P(None, 'x'),
+  },
 }
 
 
@@ -68,7 +79,7 @@ def _fetch(subscriber, manifest):
 
 
 class TransportTest(parameterized.TestCase):
-  """What both transports that work within a process have in common."""
+  """What all transports that work within a process have in common."""
 
   def setUp(self):
     super().setUp()
@@ -89,7 +100,7 @@ class TransportTest(parameterized.TestCase):
     return publisher, subscriber
 
   @parameterized.product(
-    transport=('device_put', 'filesystem'),
+    transport=('device_put', 'collective', 'filesystem'),
     layout=('rows', 'columns', 'second_device'),
   )
   def test_delivers_equal_parameters_in_its_shardings(self, transport, layout):
@@ -115,10 +126,10 @@ class TransportTest(parameterized.TestCase):
       digest.tree_digests(versioned.params),
     )
     # Replicas count: each device needs its own copy.
-    expected = {'rows': 108 + 4, 'columns': 108 + 8 + 4, 'second_device': 108}
+    expected = {'rows': 116 + 4, 'columns': 116 + 8 + 4, 'second_device': 116}
     self.assertEqual(subscriber.report.bytes, expected[layout])
 
-  @parameterized.parameters('device_put', 'filesystem')
+  @parameterized.parameters('device_put', 'collective', 'filesystem')
   def test_the_trainer_may_donate_what_it_published(self, transport):
     publisher, subscriber = self._pair(transport, 'rows')
     versioned = _versioned(1)
@@ -132,7 +143,7 @@ class TransportTest(parameterized.TestCase):
     jax.tree.map(np.testing.assert_array_equal, taken.params, _values(1))
     del zeros
 
-  @parameterized.parameters('device_put', 'filesystem')
+  @parameterized.parameters('device_put', 'collective', 'filesystem')
   def test_a_fetch_survives_the_next_publication(self, transport):
     publisher, subscriber = self._pair(transport)
     publisher.publish(_versioned(1))
@@ -143,7 +154,7 @@ class TransportTest(parameterized.TestCase):
       taken = _fetch(subscriber, manifest)
       jax.tree.map(np.testing.assert_array_equal, taken.params, _values(seed))
 
-  @parameterized.parameters('device_put', 'filesystem')
+  @parameterized.parameters('device_put', 'collective', 'filesystem')
   def test_versions_only_rise(self, transport):
     publisher, subscriber = self._pair(transport)
     publisher.publish(_versioned(3))
@@ -158,7 +169,7 @@ class TransportTest(parameterized.TestCase):
     taken = _fetch(subscriber, publisher.offer(subscriber.request()))
     self.assertEqual(taken.version, (1, 2))
 
-  @parameterized.parameters('device_put', 'filesystem')
+  @parameterized.parameters('device_put', 'collective', 'filesystem')
   def test_a_corrupted_leaf_is_refused_and_the_next_fetch_works(
     self, transport
   ):
@@ -169,11 +180,18 @@ class TransportTest(parameterized.TestCase):
     wrong = dataclasses.replace(first, digest=first.digest ^ 1)
     bad = dataclasses.replace(manifest, leaves=(wrong, *others))
     with pytest.raises(
-      weights.WeightTransferError, match=r'leaf mlp/up of .*digest'
+      weights.WeightTransferError, match=r'leaf mlp/up arrived .*digest'
     ):
       _fetch(subscriber, bad)
     taken = _fetch(subscriber, publisher.offer(subscriber.request()))
     self.assertEqual(taken.version, (0, 1))
+
+  def test_collective_needs_one_world(self):
+    publisher, subscriber = self._pair('collective')
+    publisher.publish(_versioned(1))
+    other = dataclasses.replace(subscriber.request(), world='host:1')
+    with pytest.raises(weights.WeightTransferError, match="use 'transfer'"):
+      publisher.offer(other)
 
   def test_files_of_old_versions_are_deleted(self):
     publisher, subscriber = self._pair('filesystem')
@@ -198,15 +216,14 @@ class TransportTest(parameterized.TestCase):
       registry.TRANSPORTS['filesystem'].publisher(weights.TransportSettings())
 
 
-class _StuckFetch:
-  def is_ready(self):
-    return False
-
-
 class _StuckReceiver:
-  def start(self, manifest):
-    del manifest
-    return _StuckFetch()
+  background = True
+
+  def fetch(self, manifest, leaves, watch, cost):
+    del manifest, leaves, cost
+    while True:
+      watch.check('nothing')
+      watch.sleep(0.01)
 
   def close(self):
     pass
@@ -216,6 +233,9 @@ class _NoSender:
   def offer(self, version, leaves, destination):
     del version, leaves, destination
     return {}
+
+  def release(self):
+    pass
 
   def close(self):
     pass
@@ -232,8 +252,9 @@ class ProtocolTest(parameterized.TestCase):
       _StuckReceiver(),
       _SPECS,
       _shardings('columns'),
-      deadline_seconds=5.0,
+      settings=weights.TransportSettings(deadline_seconds=5.0),
     )
+    self.addCleanup(self.subscriber.close)
     self.publisher = publisher_lib.PinningPublisher('none', _NoSender())
 
   def test_deadline_ends_a_fetch(self):
@@ -255,6 +276,20 @@ class ProtocolTest(parameterized.TestCase):
     self.subscriber.begin(manifest)
     self.subscriber.abort()
     self.subscriber.begin(manifest)
+
+  def test_processes_that_disagree_are_an_error(self):
+    self.publisher.publish(_versioned(1))
+    first = self.publisher.offer(self.subscriber.request())
+    other = dataclasses.replace(first, offer={'peers': {1: 'b'}})
+    first = dataclasses.replace(
+      first, offer={'peers': {0: 'a'}, 'owners': (0,)}
+    )
+    merged = weights.merge_offers([first, other])
+    self.assertEqual(merged.offer, {'peers': {0: 'a', 1: 'b'}, 'owners': (0,)})
+    self.publisher.publish(_versioned(2))
+    second = self.publisher.offer(self.subscriber.request())
+    with pytest.raises(weights.WeightTransferError, match='disagree'):
+      weights.merge_offers([first, second])
 
   def test_nothing_published_is_an_error(self):
     with pytest.raises(

@@ -158,7 +158,7 @@ def _shapes(compiled):
 
 def main():
   # As of a large model, layers are scanned over: compiled once, not each.
-  llama._MAX_UNROLLED = 0
+  llama.MAX_UNROLLED = llama._MAX_UNROLLED_ON_CPU = 0
   results = {}
   for kind, model in (('divisible', DIVISIBLE), ('indivisible', INDIVISIBLE)):
     initial = jax.device_get(_initial(model))
