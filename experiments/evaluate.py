@@ -38,11 +38,6 @@ def run(
   with command.checking_input():
     if num_samples < 0:
       raise ValueError(f'samples={num_samples} must be 0 or more')
-    if num_samples > config.generator.num_slots:
-      raise ValueError(
-        f'samples={num_samples} exceeds generator.num_slots='
-        f'{config.generator.num_slots}; ask for fewer or raise it'
-      )
     checkpoints = pathlib.Path(workdir) / 'checkpoints' if workdir else None
     answerer = answering.Answerer(config, checkpoints, step)
     requests = answerer.task.evaluation_requests(config.evaluation.num_problems)

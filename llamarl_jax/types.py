@@ -127,8 +127,9 @@ class Stream(enum.IntEnum):
 class FinishReason(enum.StrEnum):
   """Why a completion ended."""
 
-  STOP = 'stop'  # A stop token was sampled; it is the last token.
+  STOP = 'stop'  # The last token is a stop token, or ends a stop string.
   LENGTH = 'length'  # max_new_tokens were sampled.
+  BUDGET = 'budget'  # It spanned more policy versions than allowed.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,6 +163,11 @@ class Request:
     num_samples: completions wanted (G).
     temperature: of the softmax sampled from; 0 is greedy.
     max_new_tokens: limit on the tokens of one completion.
+    min_new_tokens: tokens before which no stop token is sampled.
+    top_k: sample among so many of the likeliest tokens; 0 = among all.
+    top_p: sample among the likeliest tokens that hold so much probability.
+    min_p: leave out tokens with less than this times the largest probability.
+    stop_strings: texts that end a completion, which is cut before them.
   """
 
   admission_index: int
@@ -171,6 +177,11 @@ class Request:
   num_samples: int
   temperature: float
   max_new_tokens: int
+  min_new_tokens: int = 0
+  top_k: int = 0
+  top_p: float = 1.0
+  min_p: float = 0.0
+  stop_strings: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,7 +195,7 @@ class Completion:
     log_probs: f32[n], behavior log-probs of `tokens`.
     versions: i32[n], `Version.batches` of the policy that sampled each.
     finish_reason: why it ended.
-    text: `tokens` decoded, without special tokens.
+    text: `tokens` decoded, without special tokens, up to a stop string.
   """
 
   admission_index: int
@@ -271,6 +282,8 @@ class StepReport:
     metrics: named numbers, or counts by value.
     spans: stretches of work to put on the executor's track of the timeline.
     fetched: newest version verified in the spare buffer, ready to commit.
+    unfinished: completions a generator still has to make; None = not said.
+    fetch_failed: whether a fetch failed, so that it has to be offered again.
   """
 
   status: Status
@@ -278,6 +291,8 @@ class StepReport:
   metrics: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   spans: Sequence[Span] = ()
   fetched: Version | None = None
+  unfinished: int | None = None
+  fetch_failed: bool = False
 
 
 class Executor(Protocol):

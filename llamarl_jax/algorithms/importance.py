@@ -124,6 +124,34 @@ def off_policy_metrics(
   }
 
 
+def fresh_metrics(
+  log_probs: jax.Array,
+  behavior_log_probs: jax.Array,
+  mask: jax.Array,
+  fresh: jax.Array,
+) -> dict[str, Mean]:
+  """Returns how far generator and trainer are apart on equal weights.
+
+  Rounding differs between the two, and weights may be quantized on one side:
+  what `off_policy_metrics` has beyond this is staleness.
+
+  Args:
+    log_probs: f32[R, T], of the policy pi as the trainer computes it.
+    behavior_log_probs: f32[R, T], as the generator did.
+    mask: bool[R, T].
+    fresh: bool[R, T], whether a token was sampled from pi itself.
+
+  Returns:
+    log_prob_gap_fresh: |log pi - log mu| over fresh tokens, in nats.
+    fresh_fraction: of tokens; where it is 0 the gap is not known.
+  """
+  gap = jnp.abs(jax.lax.stop_gradient(log_probs) - behavior_log_probs)
+  return {
+    'log_prob_gap_fresh': reductions.masked_mean(gap, mask & fresh),
+    'fresh_fraction': reductions.masked_mean(fresh, mask),
+  }
+
+
 def effective_sample_fraction(ratio: Mean, squared_ratio: Mean) -> jax.Array:
   """Returns the effective sample size as a fraction of the sample.
 

@@ -4,18 +4,22 @@ Nothing here starts a process or touches a device, so that every fault of a
 config, a model file or a problem file shows before anything runs.
 """
 
+from collections.abc import Callable
 import dataclasses
 import pathlib
 from typing import Any
 
 import ml_collections
 
+from llamarl_jax import types
 from llamarl_jax.algorithms import registry
 from llamarl_jax.channels import registry as channels
 from llamarl_jax.channels import weights
 from llamarl_jax.controller import checks
+from llamarl_jax.controller import memory_notes
 from llamarl_jax.controller import problems
 from llamarl_jax.controller import program as program_lib
+from llamarl_jax.controller import tails
 from llamarl_jax.executors import generator
 from llamarl_jax.executors import reference
 from llamarl_jax.executors import reward
@@ -23,10 +27,8 @@ from llamarl_jax.executors import trainer
 from llamarl_jax.models import catalog
 from llamarl_jax.models import config as config_lib
 from llamarl_jax.models import llama
-from llamarl_jax.models import lora
+from llamarl_jax.models import quantization
 from llamarl_jax.scheduling import admission
-from llamarl_jax.sharding import mesh as mesh_lib
-from llamarl_jax.sharding import rules
 from llamarl_jax.training import optimizer
 from llamarl_jax.training import packing
 from llamarl_jax.training import scoring
@@ -42,6 +44,7 @@ class Plan:
     task: problems as requests.
     transport: name of the weight transport in use.
     capacity: completions a generator replica may hold at a time.
+    make_request: gives the training request of an admission index.
   """
 
   program: program_lib.Program
@@ -49,6 +52,7 @@ class Plan:
   task: problems.Task
   transport: str
   capacity: int
+  make_request: Callable[[int], types.Request]
 
 
 def build(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> Plan:
@@ -67,19 +71,43 @@ def build(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> Plan:
   model = problems.load_model(config)
   catalog.check(config.model.architecture, model.source.model)
   task = problems.make_task(config, model)
+  plan = generator.cache_plan(generator_settings(config, model))
   program = make_program(config, model, workdir)
   return Plan(
     program=program,
-    rule=admission.AdmissionRule(
-      config.batch_size, config.num_steps, config.max_staleness
+    rule=admission.make_rule(
+      config.batch_order,
+      config.batch_size,
+      config.num_steps,
+      config.max_staleness,
     ),
     task=task,
     transport=_transport(config),
-    # A single replica has a second round waiting, which fills slots as they
-    # fall free; several take work from each other if they hold that much.
-    capacity=config.generator.num_slots
-    * (2 if config.generator.num_replicas == 1 else 1),
+    capacity=_capacity(config, plan.num_slots),
+    make_request=_make_request(config, task),
   )
+
+
+def _make_request(
+  config: ml_collections.ConfigDict, task: problems.Task
+) -> Callable[[int], types.Request]:
+  tail = tails.LongTail(
+    config.seed, config.generator.tail_share, checks.longest_completion(config)
+  )
+  return lambda index: tail.apply(task.training_request(index))
+
+
+def _capacity(config: ml_collections.ConfigDict, num_slots: int) -> int:
+  """Returns the completions that a replica may hold at a time.
+
+  A single replica has a second round waiting, which fills slots as they fall
+  free. Several would take work from each other if they held that much: one
+  group is enough for its prompt to be read ahead.
+  """
+  size = config.group_size
+  if config.generator.num_replicas == 1:
+    return max(2 * num_slots, size)
+  return num_slots + size
 
 
 def make_program(
@@ -115,7 +143,9 @@ def make_program(
   program = program_lib.Program(
     nodes=nodes,
     edges=_edges(config, model.source.model, transport),
-    notes=_notes(config, model),
+    notes=memory_notes.notes(
+      config, model.source.model, generator_settings(config, model)
+    ),
   )
   program.validate()
   return program
@@ -135,7 +165,7 @@ def _loss_arguments(config: ml_collections.ConfigDict) -> dict[str, Any]:
     'clip_low': algorithm.clip_low,
     'clip_high': algorithm.clip_high,
     'reduction': algorithm.reduction,
-    'constant_length': config.generator.max_new_tokens,
+    'constant_length': checks.longest_completion(config),
     'kl_estimator': algorithm.kl_estimator,
     'kl_coefficient': algorithm.kl_coefficient,
   }
@@ -191,7 +221,7 @@ def _trainer_node(
         optimizer=update,
         supervised_optimizer=supervised_update,
         temperature=config.generator.temperature,
-        max_new_tokens=config.generator.max_new_tokens,
+        max_new_tokens=checks.longest_completion(config),
         pad_token=model.tokenizer.pad_id,
         num_micro_batches=checks.num_micro_batches(config),
         num_minibatches=c.num_minibatches,
@@ -205,6 +235,8 @@ def _trainer_node(
         reference_folder=str(workdir / 'reference'),
         offload_optimizer=c.offload_optimizer,
         lora=checks.lora(config),
+        quantization=config.generator.quantization,
+        max_token_age=config.max_token_age,
       )
     },
     num_devices=c.num_devices,
@@ -247,8 +279,15 @@ def generator_settings(
     num_slots=c.num_slots,
     segment_length=c.segment_length,
     max_prompt_length=c.max_prompt_length,
-    max_new_tokens=c.max_new_tokens,
+    max_new_tokens=checks.longest_completion(config),
     compute_dtype=c.compute_dtype or config.trainer.compute_dtype,
+    prefill_tokens=c.prefill_tokens,
+    cache_bytes=c.cache_bytes,
+    cache_dtype=c.cache_dtype,
+    refresh_cache=c.refresh_cache,
+    max_versions=c.max_versions,
+    quantization=c.quantization,
+    warm_up=c.warm_up,
   )
 
 
@@ -310,7 +349,8 @@ def _reference_node(
         mesh=mesh,
         folder=str(workdir / 'reference'),
         temperature=c.temperature,
-        max_completion=layout.pack_tokens or c.max_new_tokens * row_completions,
+        max_completion=layout.pack_tokens
+        or checks.longest_completion(config) * row_completions,
         pad_token=model.tokenizer.pad_id,
         layout=layout,
         rows=layout.pack_rows
@@ -332,7 +372,11 @@ def _edges(
   """Returns the channels, in the order of the data flow."""
   with_reference = config.algorithm.kl_coefficient > 0
   judge = 'reference' if with_reference else 'reward'
-  size = 4 * config_lib.num_parameters(model)
+  size = quantization.num_bytes(
+    quantization.abstract(
+      llama.abstract_params(model), config.generator.quantization
+    )
+  )
   edges = [
     program_lib.Edge('controller', 'generator', 'SCATTER', 'prompts'),
     program_lib.Edge('generator', 'reward', 'GATHER', 'completions'),
@@ -351,43 +395,3 @@ def _edges(
     ),
   ]
   return edges
-
-
-def _notes(
-  config: ml_collections.ConfigDict, model: problems.Model
-) -> list[str]:
-  """Returns what sharding could not do as asked, and what a device holds."""
-  trained = dataclasses.replace(model.source.model, lora=checks.lora(config))
-  trainer_mesh = mesh_lib.abstract_mesh(checks.trainer_mesh(config))
-  specs = llama.abstract_params(trained)
-  shardings, replicated = rules.shardings(
-    specs, trainer_mesh, rules.TRAINER_RULES
-  )
-  notes = [f'trainer: {note}' for note in replicated]
-  held = rules.device_bytes(specs, shardings)
-  if not config.trainer.offload_optimizer:
-    # Two moments of what is trained. Counted, as asking the optimizer would
-    # start a JAX backend in this process.
-    held += 2 * rules.device_bytes(
-      lora.split_trainable(specs)[0], lora.split_trainable(shardings)[0]
-    )
-  notes.append(
-    f'trainer: {held / 1e9:.3g} GB a device for parameters and optimizer state'
-  )
-  settings = generator_settings(config, model)
-  generator_mesh = mesh_lib.abstract_mesh(checks.generator_mesh(config))
-  cache = generator.cache_spec(settings)
-  specs = {
-    **llama.abstract_params(model.source.model),
-    'key_cache': cache,
-    'value_cache': cache,
-  }
-  shardings, replicated = rules.shardings(
-    specs, generator_mesh, rules.GENERATOR_RULES
-  )
-  notes += [f'generator: {note}' for note in replicated]
-  held = rules.device_bytes(specs, shardings)
-  notes.append(
-    f'generator: {held / 1e9:.3g} GB a device for parameters and cache'
-  )
-  return notes

@@ -9,9 +9,13 @@ import math
 
 import ml_collections
 
+from llamarl_jax.executors import generator as generator_lib
 from llamarl_jax.models import attention
 from llamarl_jax.models import config as config_lib
+from llamarl_jax.models import quantization
 from llamarl_jax.models import remat
+from llamarl_jax.sampling import plan
+from llamarl_jax.scheduling import admission
 
 _POSITIVE = (
   'num_steps',
@@ -24,6 +28,8 @@ _POSITIVE = (
   'generator.segment_length',
   'generator.max_prompt_length',
   'generator.max_new_tokens',
+  'generator.prefill_tokens',
+  'generator.tail_factor',
   'generator.temperature',
   'generator.num_devices',
   'generator.tensor',
@@ -47,20 +53,31 @@ _POSITIVE = (
 )
 _NOT_NEGATIVE = (
   'max_staleness',
+  'max_token_age',
   'supervised.num_steps',
+  'generator.cache_bytes',
+  'generator.max_versions',
+  'generator.tail_share',
   'report.num_samples',
   'trainer.pack_tokens',
 )
 _DTYPES = ('bfloat16', 'float32')
+# Fields of the generator with the value that samples among all tokens.
+_NEUTRAL = {'top_k': 0, 'top_p': 1.0, 'min_p': 0.0, 'min_new_tokens': 0}
 _CHOICES = {
+  'batch_order': (admission.ADMISSION, admission.COMPLETION),
   'model.source': ('gguf', 'hf', 'scratch'),
   'generator.compute_dtype': ('', *_DTYPES),
+  'generator.cache_dtype': ('', 'int8'),
+  'generator.quantization': ('', *quantization.DTYPES),
+  'generator.refresh_cache': generator_lib.REFRESH,
+  'generator.swap': ('in_flight', 'drain'),
   'trainer.attention': tuple(attention.IMPLEMENTATIONS),
   'trainer.compute_dtype': _DTYPES,
   'trainer.remat': tuple(remat.POLICIES),
   'launcher.name': ('local', 'ray'),
   'launcher.platform': ('cpu', 'gpu', 'tpu'),
-  'weights.transport': ('device_put', 'filesystem', 'transfer'),
+  'weights.transport': ('collective', 'device_put', 'filesystem', 'transfer'),
 }
 
 
@@ -83,6 +100,8 @@ def check_config(config: ml_collections.ConfigDict) -> None:
     if value not in choices:
       raise ValueError(f'{field}={value!r} must be one of {list(choices)}')
   _check_group(config)
+  _check_order(config)
+  _check_sampling(config)
   _check_devices(config)
   if config.trainer.pack_tokens:
     _check_packing(config)
@@ -104,6 +123,17 @@ def num_micro_batches(config: ml_collections.ConfigDict) -> int:
   return rows // (
     config.trainer.num_minibatches * config.trainer.micro_batch_size
   )
+
+
+def longest_completion(config: ml_collections.ConfigDict) -> int:
+  """Returns the tokens of the longest completion, forced ones included."""
+  c = config.generator
+  return c.max_new_tokens * (c.tail_factor if c.tail_share else 1)
+
+
+def longest_sequence(config: ml_collections.ConfigDict) -> int:
+  """Returns the tokens of the longest prompt with its completion."""
+  return config.generator.max_prompt_length + longest_completion(config)
 
 
 def trainer_mesh(config: ml_collections.ConfigDict) -> dict[str, int]:
@@ -159,11 +189,52 @@ def _check_group(config: ml_collections.ConfigDict) -> None:
       f'group_size={size}: advantages compare the completions of a group, so'
       ' it must be at least 2'
     )
-  slots = config.generator.num_slots
-  if slots < size:
+
+
+def _check_order(config: ml_collections.ConfigDict) -> None:
+  age = config.max_token_age
+  if 0 < age < config.max_staleness:
     raise ValueError(
-      f'generator.num_slots={slots} must be at least group_size={size}: a'
-      ' group is decoded side by side'
+      f'max_token_age={age} is less than max_staleness={config.max_staleness}:'
+      ' it would leave tokens out of the loss that are sampled as planned;'
+      ' raise it, or set it to 0 to leave out none'
+    )
+  share = config.generator.tail_share
+  if share > 1:
+    raise ValueError(
+      f'generator.tail_share={share} is a share of the problems: at most 1'
+    )
+
+
+def _check_sampling(config: ml_collections.ConfigDict) -> None:
+  for field, neutral in _NEUTRAL.items():
+    value = config.generator[field]
+    if value != neutral:
+      raise ValueError(
+        f'generator.{field}={value}: training needs {neutral}, as the trainer'
+        ' scores tokens among all of the vocabulary, and what is left out'
+        f' would look as if it were improbable; set evaluation.{field} to'
+        ' evaluate with it'
+      )
+  evaluation = config.evaluation
+  plan.check_sampling(
+    'evaluation',
+    temperature=config.generator.temperature,
+    top_k=evaluation.top_k,
+    top_p=evaluation.top_p,
+    min_p=evaluation.min_p,
+  )
+  longest = config.generator.max_new_tokens
+  if not 0 <= evaluation.min_new_tokens <= longest:
+    raise ValueError(
+      f'evaluation.min_new_tokens={evaluation.min_new_tokens} must be between'
+      f' 0 and generator.max_new_tokens={longest}'
+    )
+  strings = config.generator.stop_strings
+  if isinstance(strings, str) or not all(strings):
+    raise ValueError(
+      f'generator.stop_strings={strings!r} must hold texts that are not empty,'
+      " such as ('stop',)"
     )
 
 
@@ -203,13 +274,13 @@ def _check_batch(config: ml_collections.ConfigDict) -> None:
 
 
 def _check_packing(config: ml_collections.ConfigDict) -> None:
-  trainer, generator = config.trainer, config.generator
+  trainer = config.trainer
   tokens = trainer.pack_tokens
-  longest = generator.max_prompt_length + generator.max_new_tokens
+  longest = longest_sequence(config)
   if tokens < longest:
     raise ValueError(
       f'trainer.pack_tokens={tokens} is less than the longest sequence,'
-      f' generator.max_prompt_length + max_new_tokens = {longest}; raise it, or'
+      f' generator.max_prompt_length + completion = {longest}; raise it, or'
       ' set it to 0 to pack nothing'
     )
   if tokens % trainer.sequence:
@@ -272,6 +343,12 @@ def _check_transport(config: ml_collections.ConfigDict) -> None:
     raise ValueError(
       "weights.transport='device_put' works inside one process only; with"
       " launcher.name='ray' use 'transfer' or 'filesystem'"
+    )
+  if name == 'collective' and launcher == 'ray':
+    raise ValueError(
+      "weights.transport='collective' needs trainer and generators in one"
+      " jax.distributed world, and those of launcher.name='ray' are worlds of"
+      " their own; use 'transfer' or 'filesystem'"
     )
 
 

@@ -6,43 +6,21 @@ each command runs when it is sent, so the same loop is the sequential program.
 """
 
 from collections.abc import Callable
-from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import functools
 import time
 from typing import Any
-from typing import Protocol
 
 from llamarl_jax import types
 from llamarl_jax.channels import broadcast
 from llamarl_jax.channels import gather
 from llamarl_jax.channels import scatter
 from llamarl_jax.channels import weights
+from llamarl_jax.controller import observer as observer_lib
+from llamarl_jax.controller import replicas
 from llamarl_jax.controller.launchers import base
 from llamarl_jax.scheduling import admission
-
-
-class Observer(Protocol):
-  """Sees what the controller sees; recording is all it does."""
-
-  def report(self, executor: str, report: types.StepReport) -> None:
-    """Takes the report of an executor, by its name."""
-
-  def train_step(
-    self,
-    groups: Sequence[types.Group],
-    metrics: Mapping[str, Any],
-    busy_since: Mapping[str, float],
-  ) -> None:
-    """Takes the facts of a train step.
-
-    Args:
-      groups: the batch it trained on.
-      metrics: of the trainer.
-      busy_since: by executor at work, when its command was sent, in seconds
-        since the epoch.
-    """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,21 +31,6 @@ class Executors:
   generators: Sequence[base.Handle]
   reward: base.Handle
   reference: base.Handle | None = None
-
-
-@dataclasses.dataclass
-class _Replica:
-  """What the controller knows of one generator replica."""
-
-  handle: base.Handle
-  capacity: int  # Completions it may hold, waiting or being generated.
-  destination: weights.Destination | None = None
-  held: types.Version | None = None
-  fetched: types.Version | None = None
-  manifest: weights.Manifest | None = None
-  fetching: bool = False
-  outstanding: int = 0
-  busy: bool = False
 
 
 @dataclasses.dataclass
@@ -88,12 +51,14 @@ class Controller:
     launcher: base.Launcher,
     rule: admission.AdmissionRule,
     make_request: Callable[[int], types.Request],
-    observer: Observer,
+    observer: observer_lib.Observer,
     *,
     start_version: types.Version,
     capacity: int,
     command_timeout_seconds: float,
     checkpoint_every: int,
+    trained: admission.Trained | None = None,
+    drain: bool = False,
   ):
     """Takes the parts.
 
@@ -108,6 +73,9 @@ class Controller:
         those of one group.
       command_timeout_seconds: silence of all executors that counts as failure.
       checkpoint_every: train steps between checkpoints.
+      trained: groups that batches before `start_version` were made of; None
+        for the first ones.
+      drain: whether a replica finishes what it holds before each new version.
     """
     self._launcher = launcher
     self._rule = rule
@@ -117,7 +85,10 @@ class Controller:
     self._checkpoint_every = checkpoint_every
     self._trainer = executors.trainer
     self._trainer_busy = False
-    self._replicas = [_Replica(h, capacity) for h in executors.generators]
+    self._replicas = [
+      replicas.Replica(handle, capacity, drain)
+      for handle in executors.generators
+    ]
     self._reward = _Worker(executors.reward)
     self._reference = (
       _Worker(executors.reference) if executors.reference else None
@@ -127,10 +98,15 @@ class Controller:
     self._batches = broadcast.Broadcast('reward', 'trainer')
     self._version = start_version
     self._published: types.Version | None = None
-    self._next_index = start_version.batches * rule.batch_size
+    num_trained = start_version.batches * rule.batch_size
+    if trained is None:
+      trained = admission.Trained(num_trained)
+    self._trained = trained
+    self._next_index = self._trained.first_missing()
+    self._num_admitted = num_trained
     self._next_training: types.Request | None = None  # Of `_next_index`.
     self._assembler: admission.BatchAssembler[types.Group] = (
-      admission.BatchAssembler(rule, start_version.batches)
+      admission.BatchAssembler(rule, trained)
     )
     self._training = False
     self._evaluation: list[types.Request] = []
@@ -147,8 +123,12 @@ class Controller:
   @property
   def num_lost_groups(self) -> int:
     """Groups admitted in this run that were not trained on."""
-    trained = self._assembler.next_batch * self._rule.batch_size
-    return self._next_index - trained
+    return self._num_outstanding
+
+  @property
+  def _num_outstanding(self) -> int:
+    """Groups that are admitted and not yet trained on."""
+    return self._num_admitted - self._version.batches * self._rule.batch_size
 
   def evaluate(self, requests: Sequence[types.Request]) -> list[types.Group]:
     """Returns the requests answered by the current policy, and scored.
@@ -218,6 +198,7 @@ class Controller:
   def _dispatch(self) -> None:
     """Gives every idle executor what it may do now."""
     self._publish_if_due()
+    self._offer_again()
     if self._training and not self._trainer_busy and self._assembler.ready():
       self._trainer_busy = True
       (batch,) = self._batches.route(self._assembler.take(), 1)
@@ -240,7 +221,9 @@ class Controller:
     version that was overtaken meanwhile is never published.
     """
     due = self._published is None or self._published < self._version
-    idle = not any(r.fetching or r.manifest for r in self._replicas)
+    idle = not any(
+      r.fetching or r.manifest or r.draining for r in self._replicas
+    )
     if self._trainer_busy or not due or not idle:
       return
     self._published = self._version
@@ -251,17 +234,29 @@ class Controller:
         replica.destination = base.ask(
           self._launcher, replica.handle, 'destination'
         )
-      self._call(
-        self._trainer,
-        functools.partial(self._after_offer, replica),
-        'offer',
-        replica.destination,
-      )
+      self._offer(replica)
 
-  def _after_offer(self, replica: _Replica, manifest: weights.Manifest) -> None:
+  def _offer(self, replica: replicas.Replica) -> None:
+    self._call(
+      self._trainer,
+      functools.partial(self._after_offer, replica),
+      'offer',
+      replica.destination,
+    )
+
+  def _offer_again(self) -> None:
+    """Offers what replicas failed to fetch, a while after they said so."""
+    for replica in self._replicas:
+      if replica.retry_at is not None and replica.retry_at <= time.time():
+        replica.retry_at = None
+        self._offer(replica)
+
+  def _after_offer(
+    self, replica: replicas.Replica, manifest: weights.Manifest
+  ) -> None:
     replica.manifest = manifest
 
-  def _after_begin_fetch(self, replica: _Replica, answer: None) -> None:
+  def _after_begin_fetch(self, replica: replicas.Replica, answer: None) -> None:
     del answer
     replica.busy = False
 
@@ -296,7 +291,7 @@ class Controller:
           manifest,
         )
     idle = [r for r in idle if not r.busy]
-    commits = [self._commit_of(replica) for replica in idle]
+    commits = [replica.next_version for replica in idle]
     requests = self._admit(idle)
     for replica, commit, inputs in zip(idle, commits, requests, strict=True):
       if inputs or commit or replica.outstanding or replica.fetching:
@@ -310,20 +305,13 @@ class Controller:
           commit,
         )
 
-  def _commit_of(self, replica: _Replica) -> types.Version | None:
-    """Returns the version the replica should flip to now, if any."""
-    fetched, held = replica.fetched, replica.held
-    if fetched is not None and (held is None or held < fetched):
-      return fetched
-    return None
-
   def _admit(
-    self, replicas: Sequence[_Replica]
+    self, idle: Sequence[replicas.Replica]
   ) -> Sequence[Sequence[types.Request]]:
     """Returns for each idle replica the requests it is to start now."""
-    versions = [self._commit_of(r) or r.held for r in replicas]
-    room = [r.capacity - r.outstanding for r in replicas]
-    admitted: list[list[types.Request]] = [[] for _ in replicas]
+    versions = [r.next_version or r.held for r in idle]
+    room = [r.room for r in idle]
+    admitted: list[list[types.Request]] = [[] for _ in idle]
     while (request := self._next_request(versions)) is not None:
       size = request.num_samples
       allowed = [
@@ -338,7 +326,8 @@ class Controller:
       if request.stream == types.Stream.EVALUATION:
         self._evaluation.pop(0)
       else:
-        self._next_index += 1
+        self._num_admitted += 1
+        self._next_index = self._trained.first_missing(self._next_index + 1)
         self._next_training = None
     return admitted
 
@@ -349,7 +338,7 @@ class Controller:
     if self._evaluation:
       return self._evaluation[0]
     held = max((v.batches for v in versions if v is not None), default=-1)
-    if not self._training or not self._rule.may_start(self._next_index, held):
+    if not self._training or not self._group_may_start(held):
       return None
     if self._next_training is None:
       self._next_training = self._make_request(self._next_index)
@@ -364,16 +353,21 @@ class Controller:
     if request.stream == types.Stream.EVALUATION:
       # An evaluation is of one policy: the newest.
       return version == self._version
-    return self._rule.may_start(request.admission_index, version.batches)
+    return self._group_may_start(version.batches)
+
+  def _group_may_start(self, held: int) -> bool:
+    """Returns whether the next group may start where `held` is in use."""
+    return self._rule.may_start(
+      self._next_index,
+      held,
+      trainer_version=self._version.batches,
+      num_outstanding=self._num_outstanding,
+    )
 
   def _after_generation(
-    self, replica: _Replica, report: types.StepReport
+    self, replica: replicas.Replica, report: types.StepReport
   ) -> None:
-    replica.busy = False
-    if report.fetched is not None and report.fetched != replica.fetched:
-      replica.fetched = report.fetched
-      replica.fetching = False
-    replica.outstanding -= sum(len(g.completions) for g in report.outputs)
+    replica.note(report, time.time())
     self._reward.queue = self._completions.merge(
       [self._reward.queue, report.outputs]
     )

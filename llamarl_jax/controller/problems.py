@@ -13,6 +13,7 @@ from llamarl_jax import types
 from llamarl_jax.checkpoints import gguf
 from llamarl_jax.checkpoints import hf
 from llamarl_jax.checkpoints import hf_config
+from llamarl_jax.controller import checks
 from llamarl_jax.data import chat
 from llamarl_jax.data import folder_tokenizer
 from llamarl_jax.data import reasoning_gym
@@ -70,6 +71,8 @@ class Task:
     group_size: completions a training problem (G).
     temperature: of training completions.
     max_new_tokens: of any completion.
+    stop_strings: of any completion.
+    evaluation: further fields of requests of the evaluation stream.
   """
 
   source: sources.ProblemSource
@@ -77,6 +80,8 @@ class Task:
   group_size: int
   temperature: float
   max_new_tokens: int
+  stop_strings: tuple[str, ...] = ()
+  evaluation: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   def training_request(self, index: int) -> types.Request:
     """Returns the training request of an admission index."""
@@ -108,6 +113,8 @@ class Task:
       num_samples=num_samples,
       temperature=temperature,
       max_new_tokens=self.max_new_tokens,
+      stop_strings=self.stop_strings,
+      **(self.evaluation if stream == types.Stream.EVALUATION else {}),
     )
 
   def evaluation_requests(
@@ -181,8 +188,7 @@ def _scratch_model(config: ml_collections.ConfigDict) -> Model:
     rope_theta=c.rope_theta,
     norm_epsilon=c.norm_epsilon,
     tie_embeddings=c.tie_embeddings,
-    max_position=config.generator.max_prompt_length
-    + config.generator.max_new_tokens,
+    max_position=checks.longest_sequence(config),
   )
   source = policy.PolicySource(model, 'scratch', '', config.seed)
   return Model(source, tokenizer, _NO_CHAT)
@@ -232,7 +238,7 @@ def _hf_model(config: ml_collections.ConfigDict) -> Model:
 def _check_positions(
   config: ml_collections.ConfigDict, source: policy.PolicySource
 ) -> None:
-  longest = config.generator.max_prompt_length + config.generator.max_new_tokens
+  longest = checks.longest_sequence(config)
   if longest > source.model.max_position:
     raise ValueError(
       'generator.max_prompt_length + generator.max_new_tokens ='
@@ -274,6 +280,11 @@ def make_task(config: ml_collections.ConfigDict, model: Model) -> Task:
     group_size=config.group_size,
     temperature=config.generator.temperature,
     max_new_tokens=config.generator.max_new_tokens,
+    stop_strings=tuple(config.generator.stop_strings),
+    evaluation={
+      field: config.evaluation[field]
+      for field in ('top_k', 'top_p', 'min_p', 'min_new_tokens')
+    },
   )
   available = source.num_problems('held_out')
   wanted = config.evaluation.num_problems

@@ -22,7 +22,7 @@ from llamarl_jax.scheduling import timeline_records
 
 
 class Recorder:
-  """The observer of a run with a workdir; see `controller.Observer`."""
+  """The observer of a run with a workdir; see `observer.Observer`."""
 
   def __init__(
     self,
@@ -77,6 +77,8 @@ class Recorder:
     self.num_tokens = 0
     self.weight_bytes = 0
     self._versions: set[types.Version] = set()
+    self._sampled = _Lengths()  # Of completed groups, since the last step.
+    self._all_sampled, self._all_trained = _Lengths(), _Lengths()
 
   @property
   def num_publications(self) -> int:
@@ -93,6 +95,10 @@ class Recorder:
     """Takes the report of any executor."""
     self.timeline.add(executor, report.spans)
     self._recent.setdefault(executor, []).extend(report.spans)
+    for output in report.outputs:
+      if _is_sampled(output):
+        self._sampled.add(output)
+        self._all_sampled.add(output)
     if report.fetched is not None and 'fetch_bytes' in report.metrics:
       self._versions.add(report.fetched)
       size = int(report.metrics['fetch_bytes'])
@@ -117,6 +123,8 @@ class Recorder:
     tokens = sum(c.tokens.size for g in groups for c in g.completions)
     self.num_tokens += tokens
     seconds = max(now - self._window_start, 1e-9)
+    for group in groups:
+      self._all_trained.add(group)
     record = {
       **metrics,
       'step_seconds': seconds,
@@ -124,6 +132,7 @@ class Recorder:
       'generate_seconds': self._seconds('segment', now),
       'publish_seconds': self._seconds('publish', now),
       'weight_bytes': self._step_bytes,
+      **self._lengths(),
       **self._bubbles(now, busy_since),
     }
     self._writer.write(self._step, record)
@@ -132,6 +141,7 @@ class Recorder:
     self._progress.step(self._step, record, self._time_left.seconds())
     self._window_start = self.training_stop = now
     self._step_bytes = 0
+    self._sampled = _Lengths()
     self._recent = {
       name: [span for span in spans if span.stop > now]
       for name, spans in self._recent.items()
@@ -158,6 +168,19 @@ class Recorder:
     spans = timeline_records.spans_named(self._recent, name)
     return timeline_records.busy_seconds(spans, self._window_start, now)
 
+  def _lengths(self) -> dict[str, float]:
+    """Returns mean lengths of what was sampled, and how training differs.
+
+    Training that left out long completions would show in the ratio.
+    """
+    lengths = {}
+    if self._sampled.count:
+      lengths['sampled_length_mean'] = self._sampled.mean()
+    if self._all_sampled.count:
+      ratio = self._all_trained.mean() / self._all_sampled.mean()
+      lengths['length_ratio'] = ratio
+    return lengths
+
   def _bubbles(
     self, now: float, busy_since: Mapping[str, float]
   ) -> dict[str, float]:
@@ -174,6 +197,30 @@ class Recorder:
         idle_names=timeline_records.IDLE_NAMES,
       )
     return bubbles
+
+
+@dataclasses.dataclass
+class _Lengths:
+  """The number of completions, and their tokens."""
+
+  count: int = 0
+  tokens: int = 0
+
+  def add(self, group: types.Group) -> None:
+    self.count += len(group.completions)
+    self.tokens += sum(c.tokens.size for c in group.completions)
+
+  def mean(self) -> float:
+    return self.tokens / max(self.count, 1)
+
+
+def _is_sampled(output: Any) -> bool:
+  """Returns whether it is a training group as a generator completes it."""
+  return (
+    isinstance(output, types.Group)
+    and output.request.stream == types.Stream.TRAIN
+    and output.rewards is None
+  )
 
 
 @dataclasses.dataclass(frozen=True)

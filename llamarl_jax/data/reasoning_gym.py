@@ -155,7 +155,7 @@ def score_reasoning_gym(
   Returns:
     'correct': 1.0 or 0.0.
   """
-  if finish_reason == 'length' and not accept_truncated:
+  if finish_reason != 'stop' and not accept_truncated:
     return {'correct': 0.0}
   generator = _generator(
     problem.metadata['dataset'], problem.metadata['options']

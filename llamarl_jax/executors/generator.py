@@ -5,33 +5,40 @@ up between two segments on the controller's command; what is unfinished then
 goes on under the new weights (a partial rollout, LlamaRL section 3).
 """
 
-import collections
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
+import logging
 import time
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from llamarl_jax import types
 from llamarl_jax.channels import registry as channels
 from llamarl_jax.channels import weights
 from llamarl_jax.data import tokenizers
+from llamarl_jax.executors import adapters
 from llamarl_jax.models import config as config_lib
-from llamarl_jax.models import kv_cache
 from llamarl_jax.models import llama
-from llamarl_jax.sampling import decoding
+from llamarl_jax.models import quantization
+from llamarl_jax.sampling import engine as engine_lib
+from llamarl_jax.sampling import plan as plan_lib
 from llamarl_jax.sampling import segments
 from llamarl_jax.sharding import digest
 from llamarl_jax.sharding import mesh as mesh_lib
 from llamarl_jax.sharding import rules
-from llamarl_jax.sharding import spec
+
+_LOGGER = logging.getLogger(__name__)
+
+# What becomes of the cache of unfinished completions under new weights.
+REFRESH = ('keep', 'prefill')
 
 # How long a step without work waits for a fetch before it reports back.
 _IDLE_SECONDS = 0.05
 _POLL_SECONDS = 0.002
+# Fetches that may fail one after another before the generator gives up.
+_MAX_FAILURES = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +54,16 @@ class GeneratorSettings:
     segment_length: decode steps of one segment.
     max_prompt_length: tokens of the longest prompt.
     max_new_tokens: tokens of the longest completion.
-    compute_dtype: of the factors of matrix products, and of the cache.
+    compute_dtype: of the factors of matrix products.
+    prefill_tokens: of prompts, read between two segments while completions
+      wait to go on; see `plan.EngineSettings`, as for the next two.
+    cache_bytes: budget of keys and values; 0 = what the slots need.
+    cache_dtype: of keys and values; empty = `compute_dtype`.
+    refresh_cache: 'keep' goes on with keys and values of the weights that made
+      them, 'prefill' computes them again under new weights.
+    max_versions: policy versions that may sample one completion; 0 = any.
+    quantization: of the weights that are published; empty = none.
+    warm_up: compile everything when the first weights come, not on first use.
   """
 
   model: config_lib.LlamaConfig
@@ -59,6 +75,13 @@ class GeneratorSettings:
   max_prompt_length: int
   max_new_tokens: int
   compute_dtype: str = 'float32'
+  prefill_tokens: int = 512
+  cache_bytes: int = 0
+  cache_dtype: str = ''
+  refresh_cache: str = 'keep'
+  max_versions: int = 0
+  quantization: str = ''
+  warm_up: bool = False
 
 
 @dataclasses.dataclass
@@ -97,12 +120,14 @@ class GeneratorExecutor:
     self.param_shardings, _ = rules.shardings(
       specs, mesh, rules.GENERATOR_RULES
     )
+    served = quantization.abstract(specs, settings.quantization)
+    served_shardings, _ = rules.shardings(served, mesh, rules.GENERATOR_RULES)
     self._subscriber: weights.WeightSubscriber | None = None
     if transport:
       self._subscriber = channels.TRANSPORTS[transport].subscriber(
         name,
-        specs,
-        self.param_shardings,
+        served,
+        served_shardings,
         transport_settings or weights.TransportSettings(),
       )
     self.abstract_params = jax.tree.map(
@@ -112,21 +137,33 @@ class GeneratorExecutor:
       specs,
       self.param_shardings,
     )
-    self._key = jax.device_put(
-      jax.random.key(settings.seed), rules.replicated(mesh)
+    self._engine = engine_lib.Engine(
+      settings.model,
+      engine_settings(settings),
+      key=jax.random.key(settings.seed),
+      stop_tokens=settings.tokenizer.stop_ids,
+      decode_text=settings.tokenizer.decode,
+      mesh=mesh,
     )
-    self._state = _empty_slots(settings, mesh)
+    self._published = adapters.make_published(
+      settings.model, mesh, rules.GENERATOR_RULES, settings.quantization
+    )
     self._policy: types.VersionedParams | None = None
     self._spare: types.VersionedParams | None = None
     self._fetch_started: float | None = None
-    self._waiting: collections.deque[types.Request] = collections.deque()
-    self._open: dict[tuple[int, int], _OpenGroup] = {}
-    # Slot -> (stream, admission index, sample index) of what it decodes.
-    self._slots: dict[int, tuple[int, int, int]] = {}
+    self._num_failures = 0
+    self._is_warm = not settings.warm_up
+    # By stream and admission index.
+    self._open: dict[tuple[types.Stream, int], _OpenGroup] = {}
 
   def adopt(self, policy: types.VersionedParams) -> None:
-    """Takes parameters at once, without a publication."""
-    self._policy = policy
+    """Takes parameters at once, without a publication.
+
+    Args:
+      policy: laid out as `param_shardings` say, not quantized yet.
+    """
+    params = self._published(policy.params)
+    self._policy = types.VersionedParams(policy.version, params)
 
   def destination(self) -> weights.Destination:
     """Returns where this replica needs its parameters."""
@@ -161,20 +198,25 @@ class GeneratorExecutor:
       spans.append(self._commit(commit_version))
     if self._policy is None and inputs:
       raise ValueError('no parameters yet: commit a version first')
-    self._waiting.extend(inputs)
+    self._engine.submit(inputs)
+    self._open.update({_place(r): _OpenGroup(r, {}) for r in inputs})
     outputs: list[types.Group] = []
     status = types.Status.STARVED
-    if self._waiting or self._slots:
+    if self._open:
       status = types.Status.PROGRESSED
       segment, outputs = self._segment()
       spans.append(segment)
-    self._poll_fetch(spans, metrics, wait=status == types.Status.STARVED)
+    failed = self._poll_fetch(
+      spans, metrics, wait=status == types.Status.STARVED
+    )
     return types.StepReport(
       status,
       outputs=outputs,
       metrics=metrics,
       spans=spans,
       fetched=self._spare.version if self._spare else None,
+      unfinished=self._engine.num_running + self._engine.num_waiting,
+      fetch_failed=failed,
     )
 
   def digest(self) -> str:
@@ -182,12 +224,21 @@ class GeneratorExecutor:
     return digest.params_digest(self._params_and_version()[0])
 
   def state(self) -> Mapping[str, Any]:
-    """Returns nothing: what is unfinished is sampled again, at its index."""
-    return {}
+    """Returns what is unfinished, as host values."""
+    return {
+      'groups': [
+        (group.request, tuple(group.done.values()))
+        for group in self._open.values()
+      ],
+      'unfinished': self._engine.suspend(),
+    }
 
   def restore(self, state: Mapping[str, Any]) -> None:
-    """Has nothing to restore."""
-    del state
+    """Goes on with what was unfinished, under the weights it gets here."""
+    for request, done in state['groups']:
+      group = _OpenGroup(request, {c.sample_index: c for c in done})
+      self._open[_place(request)] = group
+    self._engine.resume(state['unfinished'])
 
   def close(self) -> None:
     """Ends the subscription and frees parameters."""
@@ -210,6 +261,8 @@ class GeneratorExecutor:
         f'told to commit {version} over {self._policy.version}: versions must'
         ' increase'
       )
+    if self._policy is not None and self._settings.refresh_cache == 'prefill':
+      self._engine.refresh()
     self._policy, self._spare = self._spare, None
     return types.Span(
       'commit', start, time.time(), {'version': version.batches}
@@ -217,17 +270,28 @@ class GeneratorExecutor:
 
   def _poll_fetch(
     self, spans: list[types.Span], metrics: dict[str, float], *, wait: bool
-  ) -> None:
-    """Takes a fetch that has arrived; waits a moment for it if idle."""
+  ) -> bool:
+    """Takes a fetch that has arrived; waits a moment for it if idle.
+
+    Returns:
+      Whether it failed.
+    """
     if self._fetch_started is None:
-      return
+      if wait:  # For the next command, which may come at once.
+        time.sleep(_POLL_SECONDS)
+      return False
     subscriber = self._require_subscriber()
     limit = time.time() + (_IDLE_SECONDS if wait else 0.0)
-    while not (ready := subscriber.ready()) and time.time() < limit:
-      time.sleep(_POLL_SECONDS)
-    if not ready:
-      return
-    self._spare = subscriber.take()
+    try:
+      while not (ready := subscriber.ready()) and time.time() < limit:
+        time.sleep(_POLL_SECONDS)
+      if not ready:
+        return False
+      self._spare = subscriber.take()
+    except weights.WeightTransferError as error:
+      self._note_failure(error)
+      return True
+    self._num_failures = 0
     report = subscriber.report
     spans.append(
       types.Span(
@@ -241,126 +305,81 @@ class GeneratorExecutor:
       metrics['fetch_bytes'] = report.bytes
       metrics['fetch_seconds'] = report.seconds
     self._fetch_started = None
+    return False
+
+  def _note_failure(self, error: weights.WeightTransferError) -> None:
+    """Goes on with the weights in use; the controller offers new ones again."""
+    self._num_failures += 1
+    if self._num_failures >= _MAX_FAILURES:
+      raise error
+    _LOGGER.warning('a fetch of weights failed, it is tried again: %s', error)
+    self._fetch_started = None
 
   def _segment(self) -> tuple[types.Span, list[types.Group]]:
-    """Fills free slots, decodes, and collects what is finished."""
+    """Lets the engine work, and collects the groups that are complete."""
     start = time.time()
     params, version = self._params_and_version()
-    self._fill_slots(params)
-    num_active = len(self._slots)
-    self._state = decoding.decode_segment(
-      self._settings.model,
-      params,
-      self._state,
-      self._key,
-      jnp.int32(version),
-      num_steps=self._settings.segment_length,
-      stop_tokens=self._settings.tokenizer.stop_ids,
-      compute_dtype=self._settings.compute_dtype,
-    )
-    outputs, num_tokens = self._harvest()
+    if not self._is_warm:
+      self._engine.warm_up(params)
+      self._is_warm = True
+    finished, stats = self._engine.segment(params, version)
     span = types.Span(
       'segment',
       start,
       time.time(),
-      {'version': version, 'slots': num_active, 'finished_tokens': num_tokens},
+      {
+        'version': version,
+        'slots': stats.num_active,
+        'steps': stats.num_steps,
+        'tokens': stats.num_tokens,
+        'prefill_tokens': stats.prefill_tokens,
+      },
     )
-    return span, outputs
+    return span, self._collect(finished)
 
   def _params_and_version(self) -> tuple[types.Params, int]:
     if self._policy is None:
       raise ValueError('no parameters yet: commit a version first')
     return self._policy.params, self._policy.version.batches
 
-  def _fill_slots(self, params: types.Params) -> None:
-    """Prefills waiting requests into free slots, whole groups at a time."""
-    settings = self._settings
-    free = [s for s in range(settings.num_slots) if s not in self._slots]
-    assignments: list[segments.Assignment] = []
-    while self._waiting and len(free) >= self._waiting[0].num_samples:
-      request = self._waiting.popleft()
-      place = (int(request.stream), request.admission_index)
-      self._open[place] = _OpenGroup(request, {})
-      for sample in range(request.num_samples):
-        slot = free.pop(0)
-        self._slots[slot] = (*place, sample)
-        assignments.append(segments.Assignment(request, sample, slot))
-    if assignments:
-      filling = segments.pack(
-        assignments,
-        num_slots=settings.num_slots,
-        max_prompt=settings.max_prompt_length,
-        max_new=settings.max_new_tokens,
-      )
-      self._state = decoding.insert(
-        settings.model,
-        params,
-        self._state,
-        filling,
-        compute_dtype=settings.compute_dtype,
-      )
-
-  def _harvest(self) -> tuple[list[types.Group], int]:
-    """Returns the groups that are complete now, and the tokens collected."""
+  def _collect(
+    self, finished: Sequence[segments.Finished]
+  ) -> list[types.Group]:
+    """Returns the groups that these completions complete."""
     outputs = []
-    num_tokens = 0
-    for done in segments.harvest(self._state, sorted(self._slots)):
-      del self._slots[done.slot]
-      num_tokens += done.tokens.size
-      place = (int(done.stream), done.admission_index)
-      group = self._open[place]
-      group.done[done.sample_index] = types.Completion(
-        admission_index=done.admission_index,
-        sample_index=done.sample_index,
-        tokens=done.tokens,
-        log_probs=done.log_probs,
-        versions=done.versions,
-        finish_reason=done.finish_reason,
-        text=self._settings.tokenizer.decode(done.tokens.tolist()),
-      )
-      if len(group.done) == group.request.num_samples:
-        del self._open[place]
+    for request, completion in finished:
+      group = self._open[_place(request)]
+      group.done[completion.sample_index] = completion
+      if len(group.done) == request.num_samples:
+        del self._open[_place(request)]
         completions = [c for _, c in sorted(group.done.items())]
         outputs.append(types.Group(group.request, tuple(completions)))
-    return outputs, num_tokens
+    return outputs
 
 
-def cache_spec(settings: GeneratorSettings) -> spec.ParamSpec:
-  """Returns what is known of the keys (or the values) of all slots."""
-  model = settings.model
-  capacity = settings.max_prompt_length + settings.max_new_tokens
-  shape = (
-    model.num_layers,
-    settings.num_slots,
-    capacity,
-    model.num_kv_heads,
-    model.head_dim,
+def _place(request: types.Request) -> tuple[types.Stream, int]:
+  return request.stream, request.admission_index
+
+
+def engine_settings(settings: GeneratorSettings) -> plan_lib.EngineSettings:
+  """Returns what concerns the engine."""
+  return plan_lib.EngineSettings(
+    num_slots=settings.num_slots,
+    segment_length=settings.segment_length,
+    max_prompt=settings.max_prompt_length,
+    max_new=settings.max_new_tokens,
+    prefill_tokens=settings.prefill_tokens,
+    cache_bytes=settings.cache_bytes,
+    cache_dtype=settings.cache_dtype,
+    compute_dtype=settings.compute_dtype,
+    max_versions=settings.max_versions,
   )
-  dtype = jnp.dtype(settings.compute_dtype)
-  return spec.ParamSpec(shape, dtype, kv_cache.LOGICAL_AXES)
 
 
-def _empty_slots(
-  settings: GeneratorSettings, mesh: jax.sharding.Mesh
-) -> decoding.DecodeState:
-  """Returns slots whose cache is sharded, and all else replicated."""
+def cache_plan(settings: GeneratorSettings) -> plan_lib.CachePlan:
+  """Returns the caches that a generator will hold.
 
-  def make() -> decoding.DecodeState:
-    return decoding.init_state(
-      settings.model,
-      settings.num_slots,
-      settings.max_prompt_length,
-      settings.max_new_tokens,
-      jnp.dtype(settings.compute_dtype),
-    )
-
-  cache = jax.sharding.NamedSharding(
-    mesh,
-    rules.partition_spec(cache_spec(settings), rules.GENERATOR_RULES, mesh),
-  )
-  abstract = jax.eval_shape(make)
-  shardings = dataclasses.replace(
-    jax.tree.map(lambda _: rules.replicated(mesh), abstract),
-    cache=jax.tree.map(lambda _: cache, abstract.cache),
-  )
-  return jax.jit(make, out_shardings=shardings)()
+  Raises:
+    ValueError: the byte budget does not hold one slot.
+  """
+  return plan_lib.make_plan(settings.model, engine_settings(settings))

@@ -185,7 +185,7 @@ def _metrics(groups: Sequence[Group]) -> Mapping[str, float]:
     for name in parts[0]
     if name not in (_TIMEOUT, _FAILURE)
   }
-  cut = [c.finish_reason is FinishReason.LENGTH for c in completions]
+  cut = [c.finish_reason is not FinishReason.STOP for c in completions]
   equal = [len({r['total'] for r in g.rewards or ()}) == 1 for g in groups]
   return {
     **metrics,

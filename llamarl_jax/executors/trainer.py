@@ -24,6 +24,7 @@ from llamarl_jax.executors import adapters
 from llamarl_jax.executors import policy
 from llamarl_jax.models import config as config_lib
 from llamarl_jax.models import llama
+from llamarl_jax.scheduling import admission
 from llamarl_jax.sharding import digest
 from llamarl_jax.sharding import mesh as mesh_lib
 from llamarl_jax.sharding import rules
@@ -65,6 +66,10 @@ class TrainerSettings:
       empty where there is none.
     offload_optimizer: whether optimizer state rests in host memory.
     lora: adapters to train in place of the weights; None trains the weights.
+    quantization: of what is published, a key of `quantization.DTYPES`; empty
+      publishes what is trained.
+    max_token_age: versions behind the batch, from which on tokens are left out
+      of the loss; 0 = none are.
   """
 
   source: policy.PolicySource
@@ -88,6 +93,8 @@ class TrainerSettings:
   reference_folder: str
   offload_optimizer: bool = False
   lora: config_lib.LoRAConfig | None = None
+  quantization: str = ''
+  max_token_age: int = 0
 
 
 class TrainerExecutor:
@@ -107,7 +114,10 @@ class TrainerExecutor:
     self._abstract_params = jax.tree.map(
       lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), specs
     )
-    self._merge = adapters.make_merge(model, self._param_shardings)
+    self._merge, self._published = (
+      adapters.make_published(model, self._mesh, rules.TRAINER_RULES, kind)
+      for kind in ('', settings.quantization)
+    )
     self._optimizer = optimizer_lib.make_optimizer(**settings.optimizer)
     self._state_shardings = self._shardings(self._optimizer)
     self._advantage_fn = jax.jit(registry.make_advantage(**settings.advantage))
@@ -124,6 +134,7 @@ class TrainerExecutor:
       settings.transport_settings
     )
     self._incarnation = 0
+    self._trained = admission.Trained()
     self._state = self._first_state()
 
   def step(
@@ -150,13 +161,22 @@ class TrainerExecutor:
       share_prompts=settings.layout.share_prompts,
       plan=plan,
     )
-    batch = jax.device_put(rows, rules.batch_sharding(self._mesh))
-    self._state, metrics = self._train_step(self._state, batch)
-    values = {k: float(v) for k, v in jax.device_get(metrics).items()}
-    values |= _effective_sample_size(values)
     facts: dict[str, Any] = dict(
       facts_lib.batch_facts(inputs, advantages, version)
     )
+    if settings.max_token_age:
+      rows, facts['too_old_fraction'] = batching.mask_old_tokens(
+        rows, version, settings.max_token_age
+      )
+    batch = jax.device_put(rows, rules.batch_sharding(self._mesh))
+    self._state, metrics = self._train_step(self._state, batch)
+    self._trained = self._trained.add(
+      group.request.admission_index for group in inputs
+    )
+    values = {k: float(v) for k, v in jax.device_get(metrics).items()}
+    values |= _effective_sample_size(values)
+    if not values.get('fresh_fraction'):
+      values.pop('log_prob_gap_fresh', None)
     facts['real_token_fraction'] = packing.real_token_fraction(rows.segment_ids)
     facts['staleness_counts'] = facts_lib.staleness_counts(inputs, version)
     stop = time.time()
@@ -230,12 +250,16 @@ class TrainerExecutor:
     """Returns the version of the parameters."""
     return types.Version(self._incarnation, int(self._state.batches_consumed))
 
+  def trained(self) -> admission.Trained:
+    """Returns which groups the parameters were trained on."""
+    return self._trained
+
   def publish(self) -> types.StepReport:
     """Pins a copy of the parameters, to be offered to replicas."""
     start = time.time()
     self._supervised = None
     version = self.version()
-    params = self._merge(self._state.params)
+    params = self._published(self._state.params)
     self._publisher.publish(types.VersionedParams(version, params))
     span = types.Span(
       'publish', start, time.time(), {'version': version.batches}
@@ -253,6 +277,7 @@ class TrainerExecutor:
     if self._checkpointer.latest_step() != version.batches:
       metadata = {
         'incarnation': self._incarnation,
+        'trained': self._trained.state(),
         **run_policy.lora_metadata(self._model),
       }
       self._checkpointer.save(version.batches, self._state, metadata)
@@ -274,7 +299,7 @@ class TrainerExecutor:
 
   def digest(self) -> str:
     """Returns a digest of what is published, independent of its sharding."""
-    return digest.params_digest(self._merge(self._state.params))
+    return digest.params_digest(self._published(self._state.params))
 
   def state(self) -> Mapping[str, Any]:
     """Returns where the state of this version lies on disk."""
@@ -290,6 +315,7 @@ class TrainerExecutor:
     run_policy.check_lora(self._model, self._checkpointer.metadata(step))
     self._state, metadata = self._checkpointer.restore(abstract, step)
     self._incarnation = metadata['incarnation'] + 1
+    self._trained = admission.Trained.restore(metadata['trained'])
 
   def close(self) -> None:
     """Closes publisher and checkpoints."""

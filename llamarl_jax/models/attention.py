@@ -1,4 +1,4 @@
-"""Grouped-query attention over whole sequences and over a cache.
+"""Grouped-query attention over whole sequences.
 
 Ainslie et al. (2023), GQA. Query head h reads key/value head h // (H / K);
 the groups are an axis of the queries, so keys and values are never repeated.
@@ -322,54 +322,3 @@ IMPLEMENTATIONS: Mapping[str, AttendFn] = {
   'cudnn': _cudnn,
   'splash': _splash,
 }
-
-
-def attend_cached(
-  queries: jax.Array,
-  keys: jax.Array,
-  values: jax.Array,
-  cached_keys: jax.Array,
-  cached_values: jax.Array,
-  positions: jax.Array,
-) -> jax.Array:
-  """Returns the attention of one new token a slot.
-
-  The new token's own key and value are given beside the cache, so that the
-  cache may be written once for all layers, after they were computed.
-
-  Args:
-    queries: f[S, H, A].
-    keys: f[S, K, A], of the new token.
-    values: f[S, K, A], of the new token.
-    cached_keys: f[S, C, K, A].
-    cached_values: f[S, C, K, A].
-    positions: i32[S], of the new token: the cache is read below it.
-
-  Returns:
-    f[S, H, A].
-  """
-  slots, num_heads, head_dim = queries.shape
-  num_kv_heads = keys.shape[1]
-  capacity = cached_keys.shape[1]
-  grouped = queries.reshape(slots, num_kv_heads, -1, head_dim)
-  past = jnp.einsum(
-    'skga,scka->skgc', grouped, cached_keys, preferred_element_type=jnp.float32
-  )
-  own = jnp.einsum(
-    'skga,ska->skg', grouped, keys, preferred_element_type=jnp.float32
-  )
-  seen = jnp.arange(capacity)[None, :] < positions[:, None]
-  scale = head_dim**-0.5
-  past = jnp.where(seen[:, None, None], past * scale, _MASKED)
-  scores = jnp.concatenate([past, own[..., None] * scale], axis=-1)
-  weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
-  # Summed in float32 and rounded once, as over whole sequences.
-  mixed = jnp.einsum(
-    'skgc,scka->skga',
-    weights[..., :-1],
-    cached_values,
-    preferred_element_type=jnp.float32,
-  )
-  own_weight = weights[..., -1:].astype(jnp.float32)
-  mixed += own_weight * values[:, :, None].astype(jnp.float32)
-  return mixed.astype(values.dtype).reshape(slots, num_heads, head_dim)

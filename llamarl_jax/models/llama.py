@@ -1,8 +1,8 @@
 """Llama as functions of plain trees of arrays.
 
-Whole sequences, prompts into a cache, and one token a slot from a cache. The
-layers, described by the modules in `layers`, are stacked along the first axis
-of their arrays and scanned.
+The layers, described by the modules in `layers`, are stacked along the first
+axis of their arrays and scanned. Whole sequences are run here; prompts into a
+cache, and one token a slot from a cache, by `inference`.
 """
 
 import functools
@@ -15,16 +15,19 @@ import jax.numpy as jnp
 from llamarl_jax import types
 from llamarl_jax.models import attention as attention_lib
 from llamarl_jax.models import config as config_lib
-from llamarl_jax.models import kv_cache
 from llamarl_jax.models import layers
+from llamarl_jax.models import quantization
 from llamarl_jax.models import remat as remat_lib
 from llamarl_jax.models import rotary
 from llamarl_jax.sharding import activations
 from llamarl_jax.sharding import spec
 
 # A loop costs a shallow model a tenth of its training step, and compiling it
-# unrolled costs little; a deep one gains nothing and compiles for long.
-_MAX_UNROLLED = 8
+# unrolled costs little; a deep one compiles for long.
+MAX_UNROLLED = 8
+# On a CPU each turn of the loop copies weights, activations and gradients out
+# of the stacked arrays and into them: a tenth of the step at 30 layers.
+_MAX_UNROLLED_ON_CPU = 32
 # Drawn apart from the weights, whose draws are numbered from 0.
 _ADAPTERS = 2**31 - 1
 
@@ -76,9 +79,7 @@ def _rngs(key: chex.PRNGKey) -> nnx.Rngs:
   return nnx.Rngs(params=key, lora=jax.random.fold_in(key, _ADAPTERS))
 
 
-def _block(
-  config: config_lib.LlamaConfig, params: types.Params
-) -> layers.Block:
+def block(config: config_lib.LlamaConfig, params: types.Params) -> layers.Block:
   """Returns a layer that holds the arrays of a plain tree."""
   # On a mesh, nnx would look for logical axes among those of the mesh.
   no_mesh = jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
@@ -91,19 +92,23 @@ def _block(
     return nnx.merge(graph, state)
 
 
-def _embed(
+def embed(
   params: types.Params, tokens: jax.Array, dtype: jax.typing.DTypeLike
 ) -> jax.Array:
-  # Each device looks tokens up in its part of the vocabulary, which would be
-  # gathered if the width were left sharded.
-  table = activations.constrain(params['embedding'], 'vocab', 'width')
-  x = table[tokens].astype(dtype)
+  """Returns rows of the embedding, f[..., D] of tokens i32[...]."""
+  table = params['embedding']
+  if not quantization.is_quantized(table):
+    # Each device looks tokens up in its part of the vocabulary, which would be
+    # gathered if the width were left sharded.
+    table = activations.constrain(table, 'vocab', 'width')
+  x = quantization.rows(table, tokens, dtype)
   return activations.constrain(x, 'width')
 
 
-def _rotation(
+def rotation(
   config: config_lib.LlamaConfig, positions: jax.Array
 ) -> rotary.Rotation:
+  """Returns the rotation of positions i32[...] as the model turns them."""
   return rotary.rotation(
     positions,
     head_dim=config.head_dim,
@@ -112,9 +117,10 @@ def _rotation(
   )
 
 
-def _final_norm(
+def final_norm(
   config: config_lib.LlamaConfig, params: types.Params, x: jax.Array
 ) -> jax.Array:
+  """Returns the residual stream f[..., D] normed as logits read it, f32."""
   scale = params['final_norm']['scale']
   return layers.rms_norm(x.astype(jnp.float32), scale, config.norm_epsilon)
 
@@ -133,7 +139,7 @@ def _forward(
   """Returns the residual stream and each layer's keys and values."""
   chex.assert_rank(tokens, 2)
   chex.assert_equal_shape([tokens, positions, segment_ids])
-  turn = _rotation(config, positions)
+  turn = rotation(config, positions)
   attend = functools.partial(
     attention_lib.attend,
     segment_ids=segment_ids,
@@ -144,14 +150,17 @@ def _forward(
   def layer(
     x: jax.Array, weights: types.Params
   ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return _block(config, weights)(x, turn, attend)
+    weights = quantization.dequantize(weights, compute_dtype)
+    return block(config, weights)(x, turn, attend)
 
-  x = _embed(params, tokens, compute_dtype)
+  on_cpu = jax.default_backend() == 'cpu'
+  most = _MAX_UNROLLED_ON_CPU if on_cpu else MAX_UNROLLED
+  x = embed(params, tokens, compute_dtype)
   return jax.lax.scan(
     remat_lib.POLICIES[remat](layer),
     x,
     params['layers'],
-    unroll=config.num_layers <= _MAX_UNROLLED,
+    unroll=config.num_layers <= most,
   )
 
 
@@ -192,7 +201,7 @@ def hidden_states(
     remat,
     attention,
   )
-  return _final_norm(config, params, x)
+  return final_norm(config, params, x)
 
 
 def output_weight(
@@ -230,6 +239,7 @@ def logits(
     compute_dtype: of the factors; sums are in float32.
   """
   weight, tied = output_weight(params, config)
+  weight = quantization.dequantize(weight, compute_dtype)
   scores = jnp.einsum(
     '...d,vd->...v' if tied else '...d,dv->...v',
     hidden.astype(compute_dtype),
@@ -241,84 +251,3 @@ def logits(
     return scores
   known = jnp.arange(config.vocab_size) < config.num_tokens
   return jnp.where(jnp.broadcast_to(known, scores.shape), scores, -jnp.inf)
-
-
-def prefill(
-  config: config_lib.LlamaConfig,
-  params: types.Params,
-  tokens: jax.Array,
-  lengths: jax.Array,
-  *,
-  compute_dtype: jax.typing.DTypeLike = jnp.float32,
-) -> kv_cache.KVCache:
-  """Returns keys and values of prompts, f[L, P, T, K, A].
-
-  Args:
-    config: of the model.
-    params: tree as `abstract_params` describes it.
-    tokens: i32[P, T], right-padded.
-    lengths: i32[P]; what is at or beyond a row's length means nothing.
-    compute_dtype: as for `hidden_states`.
-  """
-  chex.assert_rank([tokens, lengths], [2, 1])
-  row = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
-  positions = jnp.broadcast_to(row, tokens.shape)
-  segment_ids = (positions < lengths[:, None]).astype(jnp.int32)
-  _, (keys, values) = _forward(
-    config,
-    params,
-    tokens,
-    positions,
-    segment_ids,
-    None,
-    compute_dtype,
-    'none',
-    'auto',
-  )
-  return kv_cache.KVCache(keys, values)
-
-
-def decode_step(
-  config: config_lib.LlamaConfig,
-  params: types.Params,
-  tokens: jax.Array,
-  positions: jax.Array,
-  cache: kv_cache.KVCache,
-  *,
-  compute_dtype: jax.typing.DTypeLike = jnp.float32,
-) -> tuple[jax.Array, kv_cache.KVCache]:
-  """Returns the scores of each slot's next token, and the longer cache.
-
-  Args:
-    config: of the model.
-    params: tree as `abstract_params` describes it.
-    tokens: i32[S], the newest token of each slot.
-    positions: i32[S], its place; the cache holds what precedes it.
-    cache: of S slots; not written where the position is beyond its capacity.
-    compute_dtype: as for `hidden_states`.
-
-  Returns:
-    f32[S, V] and the cache with the new tokens.
-  """
-  chex.assert_rank([tokens, positions], 1)
-  turn = _rotation(config, positions)
-
-  def layer(
-    x: jax.Array, inputs: tuple[types.Params, jax.Array, jax.Array]
-  ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    weights, cached_keys, cached_values = inputs
-    attend = functools.partial(
-      attention_lib.attend_cached,
-      cached_keys=cached_keys,
-      cached_values=cached_values,
-      positions=positions,
-    )
-    return _block(config, weights)(x, turn, attend)
-
-  x = _embed(params, tokens, compute_dtype)
-  x, (keys, values) = jax.lax.scan(
-    layer, x, (params['layers'], cache.k, cache.v)
-  )
-  hidden = _final_norm(config, params, x)
-  scores = logits(config, params, hidden, compute_dtype=compute_dtype)
-  return scores, kv_cache.write(cache, keys, values, positions)

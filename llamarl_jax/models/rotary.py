@@ -79,6 +79,7 @@ def rotation(
   return Rotation(jnp.cos(angles), jnp.sin(angles))
 
 
+@jax.custom_vjp
 def rotate(x: jax.Array, turn: Rotation) -> jax.Array:
   """Returns heads rotated by their positions.
 
@@ -99,3 +100,19 @@ def rotate(x: jax.Array, turn: Rotation) -> jax.Array:
     axis=-1,
   )
   return rotated.astype(x.dtype)
+
+
+def _forward(x: jax.Array, turn: Rotation) -> tuple[jax.Array, Rotation]:
+  return rotate(x, turn), turn
+
+
+def _backward(turn: Rotation, gradient: jax.Array) -> tuple[jax.Array, None]:
+  """Turns back. Positions are given: angles have no gradient.
+
+  Differentiated as it is written, the concatenation becomes two padded arrays
+  and their sum.
+  """
+  return rotate(gradient, Rotation(turn.cosines, -turn.sines)), None
+
+
+rotate.defvjp(_forward, _backward)

@@ -53,7 +53,7 @@ def first_number(
   found = _NUMBER.search(text)
   if found is None:
     return {'correct': 0.0}
-  was_cut = finish_reason == 'length' and found.end() == len(text)
+  was_cut = finish_reason != 'stop' and found.end() == len(text)
   is_right = _integer(found) == _integer(expected)
   return {'correct': float(is_right and (accept_truncated or not was_cut))}
 
@@ -76,7 +76,7 @@ def exact(
   Returns:
     'correct': 1.0 or 0.0.
   """
-  is_whole = accept_truncated or finish_reason != 'length'
+  is_whole = accept_truncated or finish_reason == 'stop'
   return {'correct': float(is_whole and text.strip() == problem.answer.strip())}
 
 

@@ -52,7 +52,7 @@ def math_answer(
     'correct': 1.0 or 0.0; 'parsed': whether there was an answer to compare.
   """
   marked = marked_answer(text)
-  was_cut = finish_reason == 'length' and not accept_truncated
+  was_cut = finish_reason != 'stop' and not accept_truncated
   # A line after #### that runs to the very end may have gone on.
   is_open = marked is None or any(
     match.end() == len(text) for match in _HASHES.finditer(text)

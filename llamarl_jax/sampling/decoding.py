@@ -1,194 +1,83 @@
 """Batched decoding over slots, in bounded segments.
 
-A slot holds one unfinished completion. Between segments finished slots are
-harvested and refilled, and the weights may change: what is unfinished goes on
-under the new ones, each token recorded with the version that sampled it.
+Between segments finished slots are harvested and refilled, and the weights may
+change: what is unfinished goes on under the new ones, each token recorded with
+the version that sampled it.
 """
 
 import dataclasses
 import functools
+from typing import Any
 
 import chex
-import flax.struct
 import jax
 import jax.numpy as jnp
 
 from llamarl_jax import types
+from llamarl_jax.models import apart
 from llamarl_jax.models import config as config_lib
+from llamarl_jax.models import inference
 from llamarl_jax.models import kv_cache
-from llamarl_jax.models import llama
+from llamarl_jax.models import quantization
 from llamarl_jax.sampling import keys as keys_lib
 from llamarl_jax.sampling import samplers
-
-# Values of `DecodeState.finish`.
-RUNNING = 0
-STOPPED = 1
-FULL = 2
+from llamarl_jax.sampling import slots as slots_lib
 
 
-@flax.struct.dataclass
-class DecodeState:
-  """The S slots, with room for M new tokens each.
-
-  Attributes:
-    last_token: i32[S], newest token, not yet in the cache.
-    position: i32[S], its place in the sequence.
-    num_new: i32[S], tokens sampled so far.
-    active: bool[S], whether the slot is being decoded.
-    tokens: i32[S, M], sampled tokens, 0 where there is none yet.
-    log_probs: f32[S, M], behavior log-probs of `tokens`.
-    versions: i32[S, M], policy version that sampled each of `tokens`.
-    admission: i32[S], admission index of the request.
-    sample: i32[S], sample index within the group.
-    stream: i32[S], `types.Stream` of the request.
-    temperature: f32[S], 0 = greedy.
-    max_new: i32[S], limit on `num_new`, at most M.
-    finish: i32[S], RUNNING, STOPPED (a stop token) or FULL (max_new reached).
-    cache: keys and values before `position`.
-  """
-
-  last_token: jax.Array
-  position: jax.Array
-  num_new: jax.Array
-  active: jax.Array
-  tokens: jax.Array
-  log_probs: jax.Array
-  versions: jax.Array
-  admission: jax.Array
-  sample: jax.Array
-  stream: jax.Array
-  temperature: jax.Array
-  max_new: jax.Array
-  finish: jax.Array
-  cache: kv_cache.KVCache
+def _compiler_options(platform: str) -> dict[str, str] | None:
+  """Returns what makes XLA's programs fastest on a platform."""
+  if platform != 'cpu':
+    return None
+  # Matrix products run faster by Eigen than by YNNPACK, which has the others
+  # by default; sums run faster by YNNPACK.
+  return {'xla_cpu_experimental_ynn_fusion_type': 'LIBRARY_FUSION_TYPE_REDUCE'}
 
 
-@flax.struct.dataclass
-class Filling:
-  """Prompts to prefill and the M slots that continue them.
-
-  Prepared as host arrays; see `segments.pack`.
-
-  Attributes:
-    prompts: i32[P, max_prompt], right-padded.
-    prompt_lengths: i32[P], at least 1.
-    source_rows: i32[M], row of `prompts` each slot continues.
-    slots: i32[M], slot to fill; one that does not exist is padding.
-    admission: i32[M], as in DecodeState, and so on.
-    sample: i32[M].
-    stream: i32[M].
-    temperature: f32[M].
-    max_new: i32[M].
-  """
-
-  prompts: jax.Array
-  prompt_lengths: jax.Array
-  source_rows: jax.Array
-  slots: jax.Array
-  admission: jax.Array
-  sample: jax.Array
-  stream: jax.Array
-  temperature: jax.Array
-  max_new: jax.Array
-
-
-def init_state(
-  config: config_lib.LlamaConfig,
-  num_slots: int,
-  max_prompt: int,
-  max_new: int,
-  dtype: jax.typing.DTypeLike = jnp.float32,
-) -> DecodeState:
-  """Returns S empty slots.
-
-  Args:
-    config: of the model.
-    num_slots: completions decoded at once (S).
-    max_prompt: longest prompt, in tokens.
-    max_new: most tokens sampled for a completion (M).
-    dtype: of the cache.
-  """
-  # Each leaf its own buffer, since the state is donated.
-  integers = [jnp.zeros(num_slots, jnp.int32) for _ in range(8)]
-  last, position, num_new, admission, sample, stream, limit, finish = integers
-  shape = (num_slots, max_new)
-  return DecodeState(
-    last_token=last,
-    position=position,
-    num_new=num_new,
-    active=jnp.zeros(num_slots, bool),
-    tokens=jnp.zeros(shape, jnp.int32),
-    log_probs=jnp.zeros(shape, jnp.float32),
-    versions=jnp.zeros(shape, jnp.int32),
-    admission=admission,
-    sample=sample,
-    stream=stream,
-    temperature=jnp.zeros(num_slots, jnp.float32),
-    max_new=limit,
-    finish=finish,
-    cache=kv_cache.init_cache(config, num_slots, max_prompt + max_new, dtype),
+@functools.cache
+def _prefill_program(platform: str) -> Any:
+  return jax.jit(
+    inference.prefill_chunk,
+    static_argnames=('config', 'read_length', 'compute_dtype'),
+    donate_argnames=('cache',),
+    compiler_options=_compiler_options(platform),
   )
 
 
-@functools.partial(
-  jax.jit,
-  static_argnames=('config', 'compute_dtype'),
-  donate_argnames=('state',),
-)
-def insert(
+def prefill_chunk(
   config: config_lib.LlamaConfig,
   params: types.Params,
-  state: DecodeState,
-  filling: Filling,
+  cache: kv_cache.KVCache,
+  chunk: inference.PromptChunk,
   *,
+  read_length: int,
   compute_dtype: jax.typing.DTypeLike = jnp.float32,
-) -> DecodeState:
-  """Returns the state with prompts prefilled and slots set to continue them.
-
-  A prompt is prefilled once for all its samples, and without its last token,
-  which becomes `last_token`: so tokens are sampled in one place only.
+) -> kv_cache.KVCache:
+  """Returns the cache, donated, with the tokens of a chunk read.
 
   Args:
     config: of the model.
     params: of the model.
-    state: the slots, donated.
-    filling: what to put where; see `segments.pack`.
+    cache: of the slots or of prompt lines; see `inference.prefill_chunk`.
+    chunk: the tokens.
+    read_length: no row of the chunk starts beyond it.
     compute_dtype: of the matrix products.
   """
-  rows, slots = filling.source_rows, filling.slots
-  last = filling.prompt_lengths - 1
-  block = llama.prefill(
-    config, params, filling.prompts, last, compute_dtype=compute_dtype
-  )
-  position = last[rows]
-
-  def fill(into: jax.Array, value: jax.Array | int | bool) -> jax.Array:
-    return into.at[slots].set(value, mode='drop')
-
-  return DecodeState(
-    last_token=fill(state.last_token, filling.prompts[rows, position]),
-    position=fill(state.position, position),
-    num_new=fill(state.num_new, 0),
-    active=fill(state.active, True),
-    tokens=fill(state.tokens, 0),
-    log_probs=fill(state.log_probs, 0),
-    versions=fill(state.versions, 0),
-    admission=fill(state.admission, filling.admission),
-    sample=fill(state.sample, filling.sample),
-    stream=fill(state.stream, filling.stream),
-    temperature=fill(state.temperature, filling.temperature),
-    max_new=fill(state.max_new, filling.max_new),
-    finish=fill(state.finish, RUNNING),
-    cache=kv_cache.insert(state.cache, block, rows, slots),
+  return _prefill_program(jax.default_backend())(
+    config,
+    params,
+    cache,
+    chunk,
+    read_length=read_length,
+    compute_dtype=compute_dtype,
   )
 
 
 def _record(
-  state: DecodeState,
+  state: slots_lib.DecodeState,
   sampled: samplers.Sampled,
   version: jax.Array,
   stop_tokens: tuple[int, ...],
-) -> DecodeState:
+) -> slots_lib.DecodeState:
   """Returns the state, its cache aside, after one sampled token a slot."""
   active = state.active
   column = jnp.arange(state.tokens.shape[1])[None, :]
@@ -199,14 +88,18 @@ def _record(
   for stop in stop_tokens:
     stopped |= sampled.tokens == stop
   full = num_new >= state.max_new
-  reason = jnp.where(stopped, STOPPED, jnp.where(full, FULL, RUNNING))
+  reason = jnp.where(
+    stopped,
+    slots_lib.STOPPED,
+    jnp.where(full, slots_lib.FULL, slots_lib.RUNNING),
+  )
   finish = jnp.where(active, reason, state.finish)
   return dataclasses.replace(
     state,
     last_token=jnp.where(active, sampled.tokens, state.last_token),
     position=state.position + active,
     num_new=num_new,
-    active=active & (finish == RUNNING),
+    active=active & (finish == slots_lib.RUNNING),
     tokens=jnp.where(here, sampled.tokens[:, None], state.tokens),
     log_probs=jnp.where(here, sampled.log_probs[:, None], state.log_probs),
     versions=jnp.where(here, version, state.versions),
@@ -218,74 +111,234 @@ def _cast_matrices(
   params: types.Params, dtype: jax.typing.DTypeLike
 ) -> types.Params:
   """Returns the factors of matrix products in `dtype`, once for all steps."""
+  if jax.default_backend() == 'cpu':
+    # Converting a layer costs about as much as its products with few slots.
+    # Accelerators convert as they read, and have no memory for a second model.
+    params = quantization.dequantize(params, dtype)
 
-  def cast(path: jax.tree_util.KeyPath, leaf: jax.Array) -> jax.Array:
+  def cast(path: jax.tree_util.KeyPath, leaf: Any) -> Any:
     # Norms are computed in float32, with weights as the trainer has them.
     is_norm = 'norm' in jax.tree_util.keystr(path)
-    return leaf if is_norm else leaf.astype(dtype)
+    if is_norm or quantization.is_quantized(leaf):
+      return leaf
+    return leaf.astype(dtype)
 
-  return jax.tree_util.tree_map_with_path(cast, params)
+  return jax.tree_util.tree_map_with_path(
+    cast, params, is_leaf=quantization.is_quantized
+  )
 
 
-@functools.partial(
-  jax.jit,
-  static_argnames=('config', 'stop_tokens', 'compute_dtype'),
-  donate_argnames=('state',),
-)
-def decode_segment(
+def _without_early_stops(
+  logits: jax.Array, state: slots_lib.DecodeState, stop_tokens: tuple[int, ...]
+) -> jax.Array:
+  """Returns the logits, stop tokens impossible where it is too early."""
+  if not stop_tokens:
+    return logits
+  early = (state.num_new < state.min_new)[:, None]
+  stops = jnp.asarray(stop_tokens)
+  allowed = jnp.where(early, -jnp.inf, logits[:, stops])
+  return logits.at[:, stops].set(allowed)
+
+
+@functools.cache
+def segment_program(platform: str) -> Any:
+  """Returns `decode_segment`, compiled as is best on a platform."""
+  return jax.jit(
+    _decode_segment,
+    static_argnames=(
+      'config',
+      'read_length',
+      'max_steps',
+      'stop_tokens',
+      'compute_dtype',
+    ),
+    donate_argnames=('state',),
+    compiler_options=_compiler_options(platform),
+  )
+
+
+def prepare(
   config: config_lib.LlamaConfig,
   params: types.Params,
-  state: DecodeState,
-  key: chex.PRNGKey,
-  version: jax.Array,
   *,
-  num_steps: int | jax.Array,
-  stop_tokens: tuple[int, ...],
   compute_dtype: jax.typing.DTypeLike = jnp.float32,
-) -> DecodeState:
-  """Returns the state after up to `num_steps` tokens more in each active slot.
+) -> types.Params:
+  """Returns parameters as `decode_segment` reads them fastest.
 
-  Ends early when no slot is active. A sampled stop token is recorded as the
-  last token of its completion.
+  On CPU a second copy, to be kept for all segments of a version; see `apart`.
+  Elsewhere the parameters themselves.
 
   Args:
     config: of the model.
     params: of the model.
+    compute_dtype: of the matrix products.
+  """
+  if jax.default_backend() != 'cpu':
+    return params
+  return apart.take_apart(config, params, compute_dtype=compute_dtype)
+
+
+def decode_segment(
+  config: config_lib.LlamaConfig,
+  params: types.Params,
+  state: slots_lib.DecodeState,
+  key: chex.PRNGKey,
+  version: int | jax.Array,
+  *,
+  num_steps: int | jax.Array,
+  stop_tokens: tuple[int, ...],
+  min_active: int | jax.Array = 1,
+  read_length: int | None = None,
+  max_steps: int | None = None,
+  compute_dtype: jax.typing.DTypeLike = jnp.float32,
+) -> slots_lib.DecodeState:
+  """Returns the state after up to `num_steps` tokens more in each active slot.
+
+  A sampled stop token is recorded as the last token of its completion.
+
+  Args:
+    config: of the model.
+    params: of the model, or what `prepare` made of them.
     state: the slots, donated.
     key: the key of the run; see `keys.token_keys`.
     version: i32[], of `params`, recorded with each token.
     num_steps: most decode steps.
     stop_tokens: tokens that end a completion.
+    min_active: fewer active slots end the segment, at least 1.
+    read_length: positions of the cache that are read: the newest token of no
+      active slot is beyond them. Without `prepare` they are also all that is
+      written. None = all.
+    max_steps: most that `num_steps` ever is, known when it is compiled; None =
+      as many as there are positions, which is slower.
     compute_dtype: of the matrix products.
   """
-  chex.assert_rank(version, 0)
-  capacity = state.cache.capacity
-  params = _cast_matrices(params, compute_dtype)
+  return segment_program(jax.default_backend())(
+    config,
+    params,
+    state,
+    key,
+    version,
+    num_steps=num_steps,
+    stop_tokens=stop_tokens,
+    min_active=min_active,
+    read_length=read_length,
+    max_steps=max_steps,
+    compute_dtype=compute_dtype,
+  )
 
-  def unfinished(carry: tuple[jax.Array, DecodeState]) -> jax.Array:
-    step, state = carry
-    return (step < num_steps) & jnp.any(state.active)
+
+def _decode_segment(
+  config: config_lib.LlamaConfig,
+  params: types.Params,
+  state: slots_lib.DecodeState,
+  key: chex.PRNGKey,
+  version: jax.Array,
+  *,
+  num_steps: jax.Array,
+  stop_tokens: tuple[int, ...],
+  min_active: jax.Array,
+  read_length: int | None,
+  max_steps: int | None,
+  compute_dtype: jax.typing.DTypeLike,
+) -> slots_lib.DecodeState:
+  whole = state.cache
+  length = whole.capacity if read_length is None else read_length
+  slot_keys = keys_lib.slot_keys(
+    key, state.stream, state.admission, state.sample
+  )
+  starts = state.position
+  decode: Any
+  memory: Any
+  if apart.is_apart(params):
+    room = length if max_steps is None else min(max_steps, length)
+    memory = apart.open_windows(whole, length=length, num_new=room)
+    decode = functools.partial(
+      _step_apart, config, params, starts, length, compute_dtype
+    )
+  else:
+    room = length
+    params = _cast_matrices(params, compute_dtype)
+    memory = jax.tree.map(lambda x: x[:, :, :, :length], whole)
+    decode = functools.partial(
+      _step_stacked, config, params, length, compute_dtype
+    )
+
+  def unfinished(carry: tuple[jax.Array, Any, Any]) -> jax.Array:
+    step, state, _ = carry
+    wanted = step < jnp.minimum(num_steps, room)
+    return wanted & (jnp.sum(state.active) >= min_active)
 
   def advance(
-    carry: tuple[jax.Array, DecodeState],
-  ) -> tuple[jax.Array, DecodeState]:
-    step, state = carry
-    logits, cache = llama.decode_step(
-      config,
-      params,
-      state.last_token,
-      # At the capacity nothing is written: slots that are done stay as they
-      # are.
-      jnp.where(state.active, state.position, capacity),
-      state.cache,
-      compute_dtype=compute_dtype,
+    carry: tuple[jax.Array, slots_lib.DecodeState, Any],
+  ) -> tuple[jax.Array, slots_lib.DecodeState, Any]:
+    step, state, memory = carry
+    logits, memory = decode(state, memory, step)
+    sampled = samplers.sample(
+      _without_early_stops(logits, state, stop_tokens),
+      keys_lib.at_position(slot_keys, state.num_new),
+      state.temperature,
+      state.top_k,
+      state.top_p,
+      state.min_p,
     )
-    token_keys = keys_lib.token_keys(
-      key, state.stream, state.admission, state.sample, state.num_new
-    )
-    sampled = samplers.sample(logits, token_keys, state.temperature)
-    state = _record(state, sampled, version, stop_tokens)
-    return step + 1, dataclasses.replace(state, cache=cache)
+    return step + 1, _record(state, sampled, version, stop_tokens), memory
 
-  _, state = jax.lax.while_loop(unfinished, advance, (jnp.int32(0), state))
-  return state
+  # The whole cache stays outside the loop, which would copy it.
+  nothing: Any = None
+  state = dataclasses.replace(state, cache=nothing)
+  _, state, memory = jax.lax.while_loop(
+    unfinished, advance, (jnp.int32(0), state, memory)
+  )
+  if apart.is_apart(params):
+    counts = state.position - starts
+    cache = apart.close_windows(whole, memory, starts, counts, length=length)
+  else:
+    cache = jax.tree.map(
+      lambda into, new: into.at[:, :, :, :length].set(new), whole, memory
+    )
+  return dataclasses.replace(state, cache=cache)
+
+
+def _step_apart(
+  config: config_lib.LlamaConfig,
+  params: types.Params,
+  starts: jax.Array,
+  length: int,
+  compute_dtype: jax.typing.DTypeLike,
+  state: slots_lib.DecodeState,
+  windows: tuple[apart.Window, ...],
+  step: jax.Array,
+) -> tuple[jax.Array, tuple[apart.Window, ...]]:
+  return apart.decode_step(
+    config,
+    params,
+    state.last_token,
+    state.position,
+    windows,
+    starts=starts,
+    length=length,
+    step=step,
+    compute_dtype=compute_dtype,
+  )
+
+
+def _step_stacked(
+  config: config_lib.LlamaConfig,
+  params: types.Params,
+  length: int,
+  compute_dtype: jax.typing.DTypeLike,
+  state: slots_lib.DecodeState,
+  cache: kv_cache.KVCache,
+  step: jax.Array,
+) -> tuple[jax.Array, kv_cache.KVCache]:
+  del step
+  # At the end nothing is written: slots that are done stay as they are.
+  positions = jnp.where(state.active, state.position, length)
+  return inference.decode_step(
+    config,
+    params,
+    state.last_token,
+    positions,
+    cache,
+    compute_dtype=compute_dtype,
+  )

@@ -8,29 +8,27 @@ import chex
 import jax
 
 
-def token_keys(
+def slot_keys(
   seed: chex.PRNGKey,
   stream: jax.Array,
   admission: jax.Array,
   sample: jax.Array,
-  position: jax.Array,
 ) -> chex.PRNGKey:
-  """Returns one key a slot.
+  """Returns one key a slot, that of a whole completion.
 
-  key = fold(fold(fold(fold(seed, stream), admission), sample), position)
+  key = fold(fold(fold(seed, stream), admission), sample)
 
   Args:
     seed: the key of the run.
     stream: i32[S], `types.Stream` of the request.
     admission: i32[S], admission index of the request within its stream.
     sample: i32[S], index of the completion within its group.
-    position: i32[S], index of the token within its completion.
 
   Returns:
     keys[S].
   """
-  chex.assert_rank([stream, admission, sample, position], 1)
-  chex.assert_equal_shape([stream, admission, sample, position])
+  chex.assert_rank([stream, admission, sample], 1)
+  chex.assert_equal_shape([stream, admission, sample])
 
   def fold(*address: jax.Array) -> chex.PRNGKey:
     key = seed
@@ -38,4 +36,42 @@ def token_keys(
       key = jax.random.fold_in(key, part)
     return key
 
-  return jax.vmap(fold)(stream, admission, sample, position)
+  return jax.vmap(fold)(stream, admission, sample)
+
+
+def at_position(keys: chex.PRNGKey, position: jax.Array) -> chex.PRNGKey:
+  """Returns one key a slot, that of one token: fold(key, position).
+
+  Args:
+    keys: keys[S], of `slot_keys`.
+    position: i32[S], index of the token within its completion.
+
+  Returns:
+    keys[S].
+  """
+  chex.assert_equal_shape([keys, position])
+  return jax.vmap(jax.random.fold_in)(keys, position)
+
+
+def token_keys(
+  seed: chex.PRNGKey,
+  stream: jax.Array,
+  admission: jax.Array,
+  sample: jax.Array,
+  position: jax.Array,
+) -> chex.PRNGKey:
+  """Returns one key a slot, that of one token.
+
+  key = at_position(slot_keys(seed, stream, admission, sample), position)
+
+  Args:
+    seed: the key of the run.
+    stream: i32[S]; see `slot_keys`.
+    admission: i32[S].
+    sample: i32[S].
+    position: i32[S]; see `at_position`.
+
+  Returns:
+    keys[S].
+  """
+  return at_position(slot_keys(seed, stream, admission, sample), position)

@@ -1,198 +1,233 @@
 """What happens between two segments, on the host: slots filled and harvested.
 
-Pure functions of host arrays: which slots are free, and what to do with a
-finished completion, is the business of the generator.
+Host records of completions, and the arrays by which slots are filled from them
+and read out again.
 """
 
 from collections.abc import Sequence
+import dataclasses
 from typing import Any
 from typing import NamedTuple
 
 import numpy as np
 
 from llamarl_jax import types
-from llamarl_jax.sampling import decoding
+from llamarl_jax.sampling import slots as slots_lib
 
 _REASONS = {
-  decoding.STOPPED: types.FinishReason.STOP,
-  decoding.FULL: types.FinishReason.LENGTH,
+  slots_lib.STOPPED: types.FinishReason.STOP,
+  slots_lib.FULL: types.FinishReason.LENGTH,
 }
 
 
-class Assignment(NamedTuple):
-  """One completion to be decoded, and the slot to decode it in."""
-
-  request: types.Request
-  sample_index: int
-  slot: int
-
-
-class Finished(NamedTuple):
-  """A finished completion as its slot held it, text aside.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Suspended:
+  """An unfinished completion as host values.
 
   Attributes:
-    slot: where it was.
-    stream: of its request.
-    admission_index: of its request.
+    request: it answers.
     sample_index: its place in the group.
-    tokens: i32[n].
+    tokens: i32[n], sampled so far; n may be 0.
     log_probs: f32[n], behavior log-probs.
     versions: i32[n], policy version of each token.
-    finish_reason: why it ended.
   """
 
-  slot: int
-  stream: types.Stream
-  admission_index: int
+  request: types.Request
   sample_index: int
   tokens: np.ndarray
   log_probs: np.ndarray
   versions: np.ndarray
-  finish_reason: types.FinishReason
 
 
-def check_fits(
-  request: types.Request, *, max_prompt: int, max_new: int
-) -> None:
-  """Raises unless a slot has room for the request.
+class Finished(NamedTuple):
+  """A finished completion with its request; see `types.Completion`."""
+
+  request: types.Request
+  completion: types.Completion
+
+
+class SegmentStats(NamedTuple):
+  """What a segment did.
+
+  Attributes:
+    num_active: slots that decoded when it began.
+    num_steps: decode steps.
+    num_tokens: tokens sampled.
+    prefill_tokens: tokens of prompts that were read.
+    padded_tokens: tokens of the programs that read them.
+  """
+
+  num_active: int = 0
+  num_steps: int = 0
+  num_tokens: int = 0
+  prefill_tokens: int = 0
+  padded_tokens: int = 0
+
+
+class SegmentResult(NamedTuple):
+  """Completions that a segment finished, and what it did."""
+
+  finished: list[Finished]
+  stats: SegmentStats
+
+
+class Start(NamedTuple):
+  """A completion to begin in a slot, its prompt read into a line."""
+
+  request: types.Request
+  sample_index: int
+  line: int
+  slot: int
+
+
+def _column(values: Sequence[float], size: int, fill: int, dtype: type) -> Any:
+  # The containers are typed by what the device makes of them, hence Any.
+  return np.array([*values, *[fill] * (size - len(values))], dtype)
+
+
+def _facts(
+  samples: Sequence[tuple[types.Request, int]], size: int
+) -> dict[str, Any]:
+  """Returns what slots know of their requests, padded to `size`."""
+  requests = [request for request, _ in samples]
+
+  def integers(values: Sequence[int], fill: int = 0) -> Any:
+    return _column(values, size, fill, np.int32)
+
+  def floats(values: Sequence[float]) -> Any:
+    return _column(values, size, 1, np.float32)
+
+  return {
+    'prompt_length': integers([len(r.prompt_tokens) for r in requests], 1),
+    'admission': integers([r.admission_index for r in requests]),
+    'sample': integers([index for _, index in samples]),
+    'stream': integers([int(r.stream) for r in requests]),
+    'temperature': floats([r.temperature for r in requests]),
+    'top_k': integers([r.top_k for r in requests]),
+    'top_p': floats([r.top_p for r in requests]),
+    'min_p': floats([r.min_p for r in requests]),
+    'min_new': integers([r.min_new_tokens for r in requests]),
+    'max_new': integers([r.max_new_tokens for r in requests], 1),
+  }
+
+
+def starting(
+  starts: Sequence[Start], *, size: int, num_slots: int
+) -> slots_lib.Starting:
+  """Returns completions to begin as the arrays `start_slots` takes.
 
   Args:
-    request: what is asked.
-    max_prompt: longest prompt a slot holds, in tokens.
-    max_new: most new tokens a slot holds.
-
-  Raises:
-    ValueError: if the prompt is empty or longer than `max_prompt`, if the limit
-      on new tokens is not between 1 and `max_new`, or the temperature negative.
+    starts: at most `size`.
+    size: rows of the arrays.
+    num_slots: of the decode state (S); padding goes to slot S.
   """
-  name = f'Request {request.admission_index}'
-  length = len(request.prompt_tokens)
-  if not 1 <= length <= max_prompt:
-    raise ValueError(
-      f'{name} has a prompt of {length} tokens; the slots hold 1 to '
-      f'{max_prompt}. Raise the limit on prompts or shorten the prompt.'
-    )
-  if not 1 <= request.max_new_tokens <= max_new:
-    raise ValueError(
-      f'{name} asks for up to {request.max_new_tokens} new tokens; the slots '
-      f'hold 1 to {max_new}, {max_prompt + max_new} tokens with the prompt.'
-    )
-  if not request.temperature >= 0:
-    raise ValueError(
-      f'{name} has temperature {request.temperature}; it must be at least 0, '
-      'which is greedy.'
-    )
-
-
-def _check_slots(slots: Sequence[int], num_slots: int) -> None:
-  if not slots:
-    raise ValueError('There are 0 assignments; give at least 1.')
-  for slot in slots:
-    if not 0 <= slot < num_slots:
-      raise ValueError(f'Slot {slot} does not exist; there are {num_slots}.')
-  if len(set(slots)) < len(slots):
-    raise ValueError(f'A slot is assigned twice among {list(slots)}.')
-
-
-def _power_of_two(count: int) -> int:
-  return 1 << (count - 1).bit_length()
-
-
-def pack(
-  assignments: Sequence[Assignment],
-  *,
-  num_slots: int,
-  max_prompt: int,
-  max_new: int,
-) -> decoding.Filling:
-  """Returns assignments as the arrays `decoding.insert` takes.
-
-  Each request is one row of prompts, however many of its samples are assigned.
-  Prompts and slots are padded to powers of two, which bounds the number of
-  shapes that are ever compiled.
-
-  Args:
-    assignments: completions with their slots, at least one.
-    num_slots: slots of the decode state (S).
-    max_prompt: width of the prompt rows.
-    max_new: most new tokens a slot holds.
-
-  Raises:
-    ValueError: if there is no assignment, a slot does not exist or is assigned
-      twice, or a request does not fit (see `check_fits`).
-  """
-  slots = [assignment.slot for assignment in assignments]
-  _check_slots(slots, num_slots)
-  requests: list[types.Request] = []
-  row_of: dict[tuple[types.Stream, int], int] = {}
-  rows = []
-  for assignment in assignments:
-    request = assignment.request
-    address = (request.stream, request.admission_index)
-    if address not in row_of:
-      check_fits(request, max_prompt=max_prompt, max_new=max_new)
-      row_of[address] = len(requests)
-      requests.append(request)
-    rows.append(row_of[address])
-  num_rows = _power_of_two(len(requests))
-  # `Filling` is typed by what the device makes of it, hence Any.
-  prompts: Any = np.zeros((num_rows, max_prompt), np.int32)
-  lengths: Any = np.ones(num_rows, np.int32)
-  for row, request in enumerate(requests):
-    lengths[row] = len(request.prompt_tokens)
-    prompts[row, : lengths[row]] = request.prompt_tokens
-  size = _power_of_two(len(slots))
-
-  def padded(values: Sequence[float], fill: int, dtype: type) -> Any:
-    return np.array([*values, *[fill] * (size - len(values))], dtype)
-
-  asked = [assignment.request for assignment in assignments]
-  return decoding.Filling(
-    prompts=prompts,
-    prompt_lengths=lengths,
-    source_rows=padded(rows, 0, np.int32),
-    slots=padded(slots, num_slots, np.int32),
-    admission=padded([r.admission_index for r in asked], 0, np.int32),
-    sample=padded([a.sample_index for a in assignments], 0, np.int32),
-    stream=padded([int(r.stream) for r in asked], 0, np.int32),
-    temperature=padded([r.temperature for r in asked], 0, np.float32),
-    max_new=padded([r.max_new_tokens for r in asked], 1, np.int32),
+  return slots_lib.Starting(
+    lines=_column([s.line for s in starts], size, 0, np.int32),
+    slots=_column([s.slot for s in starts], size, num_slots, np.int32),
+    last_token=_column(
+      [s.request.prompt_tokens[-1] for s in starts], size, 0, np.int32
+    ),
+    **_facts([(s.request, s.sample_index) for s in starts], size),
   )
 
 
-def harvest(
-  state: decoding.DecodeState, slots: Sequence[int]
-) -> list[Finished]:
-  """Returns the finished completions among some slots, in their order.
+def resumed(
+  completions: Sequence[tuple[Suspended, int]],
+  *,
+  size: int,
+  num_slots: int,
+  max_new: int,
+) -> slots_lib.Resumed:
+  """Returns completions to go on with as the arrays `resume_slots` takes.
 
   Args:
-    state: with arrays of the host or a device; the cache is not read.
-    slots: the slots to look at; those still running are passed over.
+    completions: with the slot of each, at most `size`.
+    size: rows of the arrays.
+    num_slots: of the decode state (S); padding goes to slot S.
+    max_new: most new tokens a slot holds.
   """
-  finish = np.asarray(state.finish)
-  num_new = np.asarray(state.num_new)
-  tokens = np.asarray(state.tokens)
-  log_probs = np.asarray(state.log_probs)
-  versions = np.asarray(state.versions)
-  stream = np.asarray(state.stream)
-  admission = np.asarray(state.admission)
-  sample = np.asarray(state.sample)
-  finished = []
-  for slot in slots:
-    if finish[slot] == decoding.RUNNING:
-      continue
-    length = num_new[slot]
-    finished.append(
-      Finished(
-        slot=slot,
-        stream=types.Stream(int(stream[slot])),
-        admission_index=int(admission[slot]),
-        sample_index=int(sample[slot]),
-        # Copies, so that a completion does not keep the whole state alive.
-        tokens=tokens[slot, :length].copy(),
-        log_probs=log_probs[slot, :length].copy(),
-        versions=versions[slot, :length].copy(),
-        finish_reason=_REASONS[int(finish[slot])],
+  tokens: Any = np.zeros((size, max_new), np.int32)
+  log_probs: Any = np.zeros((size, max_new), np.float32)
+  versions: Any = np.zeros((size, max_new), np.int32)
+  for row, (one, _) in enumerate(completions):
+    count = len(one.tokens)
+    tokens[row, :count] = one.tokens
+    log_probs[row, :count] = one.log_probs
+    versions[row, :count] = one.versions
+  records = [one for one, _ in completions]
+  return slots_lib.Resumed(
+    slots=_column([slot for _, slot in completions], size, num_slots, np.int32),
+    last_token=_column(
+      [sequence(one)[-1] for one in records], size, 0, np.int32
+    ),
+    num_new=_column([len(one.tokens) for one in records], size, 0, np.int32),
+    tokens=tokens,
+    log_probs=log_probs,
+    versions=versions,
+    **_facts([(one.request, one.sample_index) for one in records], size),
+  )
+
+
+def sequence(one: Suspended) -> list[int]:
+  """Returns the tokens of the prompt and of the completion so far."""
+  return [*one.request.prompt_tokens, *map(int, one.tokens)]
+
+
+def not_begun(request: types.Request, sample_index: int) -> Suspended:
+  """Returns a completion without tokens."""
+  return Suspended(
+    request,
+    sample_index,
+    np.zeros(0, np.int32),
+    np.zeros(0, np.float32),
+    np.zeros(0, np.int32),
+  )
+
+
+def finish(one: Suspended, reason: types.FinishReason, text: str) -> Finished:
+  """Returns a completion that ended, with its text."""
+  completion = types.Completion(
+    admission_index=one.request.admission_index,
+    sample_index=one.sample_index,
+    tokens=one.tokens,
+    log_probs=one.log_probs,
+    versions=one.versions,
+    finish_reason=reason,
+    text=text,
+  )
+  return Finished(one.request, completion)
+
+
+class Slots:
+  """What the slots hold, fetched from the device on first use."""
+
+  def __init__(self, state: slots_lib.DecodeState):
+    self.finish = np.asarray(state.finish)
+    self.num_new = np.asarray(state.num_new)
+    self._state = state
+    self._arrays: tuple[np.ndarray, ...] | None = None
+
+  def reason(self, slot: int) -> types.FinishReason | None:
+    """Returns why a completion ended; None if it did not."""
+    return _REASONS.get(int(self.finish[slot]))
+
+  def completion(
+    self, slot: int, request: types.Request, sample_index: int, *, num_new: int
+  ) -> Suspended:
+    """Returns a completion as it stands.
+
+    Args:
+      slot: that decodes it.
+      request: it answers.
+      sample_index: its place in the group.
+      num_new: take so many of its tokens.
+    """
+    if self._arrays is None:
+      state = self._state
+      self._arrays = tuple(
+        np.asarray(array)
+        for array in (state.tokens, state.log_probs, state.versions)
       )
-    )
-  return finished
+    # Copies, so that a completion does not keep the whole state alive.
+    arrays = [array[slot, :num_new].copy() for array in self._arrays]
+    return Suspended(request, sample_index, *arrays)

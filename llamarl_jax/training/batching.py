@@ -230,6 +230,30 @@ def _place_shared(
   return places
 
 
+def mask_old_tokens(
+  rows: Trajectories, version: int, max_age: int
+) -> tuple[Trajectories, float]:
+  """Leaves tokens of too old a policy out of the loss.
+
+  They stay where they are, as what later ones were sampled after. A group that
+  took long loses its first tokens; it is trained on all the same.
+
+  Args:
+    rows: of a batch, as host arrays.
+    version: `Version.batches` of the trainer that is about to use them.
+    max_age: versions that a token may be behind.
+
+  Returns:
+    the rows, and the fraction of completion tokens that are left out.
+  """
+  mask = np.asarray(rows.completion_mask)
+  old = mask & (version - np.asarray(rows.policy_version) > max_age)
+  keep: Any = mask & ~old
+  advantages: Any = np.where(keep, np.asarray(rows.advantages), 0)
+  rows = dataclasses.replace(rows, completion_mask=keep, advantages=advantages)
+  return rows, float(old.sum() / max(mask.sum(), 1))
+
+
 def plan_rows(
   groups: Sequence[Group], layout: packing.Layout
 ) -> tuple[packing.Plan, int]:

@@ -63,7 +63,7 @@ def batch_facts(
 
   Keys: reward_mean; reward_PART for each other named part; accuracy, where
   there is a part 'correct'; response_length_mean and _max in tokens;
-  truncated_completions, the fraction that ended at its length limit;
+  truncated_completions, the fraction that ended at a limit;
   zero_advantage_fraction, of groups that teach nothing as all their advantages
   are 0; staleness_mean and _max, over completion tokens.
 
@@ -74,7 +74,7 @@ def batch_facts(
   """
   completions = _completions(groups)
   lengths = np.array([c.tokens.size for c in completions] or [0])
-  truncated = sum(c.finish_reason == FinishReason.LENGTH for c in completions)
+  truncated = sum(c.finish_reason != FinishReason.STOP for c in completions)
   silent = np.all(np.asarray(advantages) == 0, axis=1)
   facts = _reward_means(groups)
   facts['response_length_mean'] = float(lengths.mean())

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from llamarl_jax.algorithms import importance
 from llamarl_jax.models import config as config_lib
 from llamarl_jax.models import lora
 from llamarl_jax.sharding import activations
@@ -45,9 +46,10 @@ class _Update(NamedTuple):
   finite: jax.Array
 
 
-# (frozen, (trainable, opt_state), batch) -> ((trainable, opt_state), facts)
+# (frozen, version of the batch, (trainable, opt_state), batch) ->
+# ((trainable, opt_state), facts)
 UpdateFn = Callable[
-  [Params, tuple[Params, Any], Trajectories],
+  [Params, jax.Array, tuple[Params, Any], Trajectories],
   tuple[tuple[Params, Any], _Update],
 ]
 
@@ -74,7 +76,8 @@ def make_train_step(
   Rows are dealt out in strides: split i of n takes rows i, i + n, ... Each
   split of a batch whose rows are sharded then lies on all devices evenly.
 
-  Metrics are those of the loss as means over the batch; and loss, entropy,
+  Metrics are those of the loss as means over the batch, log_prob_gap also over
+  the tokens of the version trained (`importance.fresh_metrics`); loss, entropy,
   completion_tokens (the loss's denominator), grad_norm (before clipping, mean
   over minibatches), step_skipped (updates skipped as not finite).
 
@@ -176,7 +179,7 @@ def _train_step(
   def update(
     learned: tuple[Params, Any], batch: Trajectories
   ) -> tuple[tuple[Params, Any], _Update]:
-    return update_fn(frozen, learned, batch)
+    return update_fn(frozen, state.batches_consumed, learned, batch)
 
   learned = (trainable, opt_state)
   if num_minibatches == 1:
@@ -207,6 +210,7 @@ def _update(
   fill_proximal: bool,
   param_shardings: Params | None,
   frozen: Params,
+  version: jax.Array,
   learned: tuple[Params, Any],
   batch: Trajectories,
 ) -> tuple[tuple[Params, Any], _Update]:
@@ -225,6 +229,8 @@ def _update(
     loss, metrics = loss_fn(log_probs, micro_batch)
     count = jnp.sum(micro_batch.completion_mask, dtype=jnp.float32)
     metrics = {**metrics, 'entropy': Mean(jnp.sum(entropy), count)}
+    if 'log_prob_gap' in metrics:
+      metrics |= _fresh_metrics(log_probs, micro_batch, version)
     return loss.total, LossOutput(loss, metrics)
 
   num_micro_batches = count_fn(len(batch.tokens))
@@ -252,6 +258,20 @@ def _update(
     lambda after, before: jnp.where(applied, after, before), new, learned
   )
   return learned, _Update(output, grad_norm, finite)
+
+
+def _fresh_metrics(
+  log_probs: jax.Array, batch: Trajectories, version: jax.Array
+) -> dict[str, Mean]:
+  """Returns the gap on tokens that the policy of this version sampled."""
+  # Behind the first of several updates the policy is no longer that one.
+  start = batch.proximal_log_probs
+  return importance.fresh_metrics(
+    log_probs if start is None else start,
+    batch.behavior_log_probs,
+    batch.completion_mask,
+    batch.policy_version == version,
+  )
 
 
 def _inverse(count: jax.Array) -> jax.Array:

@@ -39,13 +39,15 @@ _LENGTHS = ((1, 3), (2, 1), (1, 2), (3, 5), (2, 2), (4, 0))
 _WIDTH = 8
 
 
+@functools.cache
 def _loss_fn(case):
   return registry.make_loss(**{**_DEFAULTS, **_CASES[case]})
 
 
-def _random_batch(seed=0):
+@functools.cache
+def _random_batch():
   """Returns log-probs and a batch, one sequence a row, NaN in the padding."""
-  rng = np.random.default_rng(seed)
+  rng = np.random.default_rng(0)
   shape = (len(_LENGTHS), _WIDTH)
   mask = np.zeros(shape, bool)
   segment_ids = np.zeros(shape, np.int32)
@@ -82,6 +84,12 @@ def _evaluate(loss_fn, log_probs, batch):
 
 
 @functools.cache
+def _results(case):
+  """Returns what `_evaluate` gives for the random batch, not compiled."""
+  return _evaluate(_loss_fn(case), *_random_batch())
+
+
+@functools.cache
 def _jitted_results():
   """Returns what `_evaluate` gives for each case, compiled as one program."""
 
@@ -106,7 +114,7 @@ def _assert_close(actual, expected, rtol=1e-5, atol=1e-6):
 class ConformanceTest(chex.TestCase):
   @_every_loss
   def test_padding_is_not_read(self, case):
-    gradient, output = _evaluate(_loss_fn(case), *_random_batch())
+    gradient, output = _results(case)
     chex.assert_tree_all_finite((gradient, output))
 
     log_probs, batch = _random_batch()
@@ -124,7 +132,7 @@ class ConformanceTest(chex.TestCase):
   @_every_loss
   def test_more_padding_changes_nothing(self, case):
     log_probs, batch = _random_batch()
-    gradient, output = _evaluate(_loss_fn(case), log_probs, batch)
+    gradient, output = _results(case)
 
     def pad(array):
       fill = jnp.nan if array.dtype == jnp.float32 else 0
@@ -140,7 +148,7 @@ class ConformanceTest(chex.TestCase):
   @_every_loss
   def test_order_of_rows_does_not_matter(self, case):
     log_probs, batch = _random_batch()
-    gradient, output = _evaluate(_loss_fn(case), log_probs, batch)
+    gradient, output = _results(case)
     order = np.asarray([3, 5, 0, 2, 4, 1])
     moved_gradient, moved = _evaluate(
       _loss_fn(case), *_map(lambda array: array[order], log_probs, batch)
@@ -151,7 +159,7 @@ class ConformanceTest(chex.TestCase):
   @_every_loss
   def test_micro_batches_add_up(self, case):
     log_probs, batch = _random_batch()
-    gradient, output = _evaluate(_loss_fn(case), log_probs, batch)
+    gradient, output = _results(case)
     # Of one row each, the last without a completion token.
     parts = [
       _evaluate(
@@ -170,7 +178,7 @@ class ConformanceTest(chex.TestCase):
   @_every_loss
   def test_packed_rows_equal_unpacked_rows(self, case):
     log_probs, batch = _random_batch()
-    gradient, output = _evaluate(_loss_fn(case), log_probs, batch)
+    gradient, output = _results(case)
     # Two rows hold two sequences each, which leaves the last two empty.
     rows = ((0, 1), (2, 5), (3,), (4,), (), ())
 
@@ -254,10 +262,7 @@ class ConformanceTest(chex.TestCase):
 
   @_every_loss
   def test_jitted_equals_not_jitted(self, case):
-    log_probs, batch = _random_batch()
-    _assert_close(
-      _jitted_results()[case], _evaluate(_loss_fn(case), log_probs, batch)
-    )
+    _assert_close(_jitted_results()[case], _results(case))
 
   @_every_loss
   def test_far_policies_do_not_overflow(self, case):

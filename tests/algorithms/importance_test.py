@@ -76,6 +76,15 @@ class ImportanceTest(chex.TestCase):
       np.testing.assert_allclose(metrics[name].total, total, rtol=1e-6)
       self.assertEqual(metrics[name].count, 3.0)
 
+  def test_fresh_metrics(self):
+    fresh = jnp.asarray(_MASK) & (jnp.cumsum(_MASK, axis=1) < 3)
+    metrics = importance.fresh_metrics(_LOG_PROBS, _BEHAVIOR, _MASK, fresh)
+    # |log| of 1/2 and 2, the first two of three tokens.
+    np.testing.assert_allclose(
+      metrics['log_prob_gap_fresh'].value(), np.log(2.0), rtol=1e-6
+    )
+    self.assertEqual(metrics['fresh_fraction'], (2.0, 3.0))
+
   def test_behavior_kl_is_the_kl_in_expectation(self):
     # The sum over all tokens, each weighed by mu, is the expectation.
     mu = np.asarray([[0.2, 0.3, 0.5]])

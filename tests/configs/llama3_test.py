@@ -106,10 +106,11 @@ def test_builds_without_weights_and_devices(name, tmp_path):
   settings = node.arguments['settings']
   mesh = mesh_lib.abstract_mesh(node.mesh)
   assert mesh.size == node.num_devices
+  plan = generator.cache_plan(settings)
   specs = {
     'in use': llama.abstract_params(settings.model),
     'arriving': llama.abstract_params(settings.model),
-    'cache': [generator.cache_spec(settings)] * 2,
+    'cache': [plan.slots, plan.lines],
   }
   shardings, _ = rules.shardings(specs, mesh, rules.GENERATOR_RULES)
   assert rules.device_bytes(specs, shardings) < _DEVICE_BYTES

@@ -11,6 +11,7 @@ import pytest
 from experiments import train
 from llamarl_jax.controller import builder
 from llamarl_jax.controller import problems
+from tests.oracles import interruption
 from tests.oracles import plain_loop
 from tests.oracles import tiny
 
@@ -157,7 +158,7 @@ class ResumeTest(parameterized.TestCase):
     whole, _ = _run(tiny.get_config(num_steps=4), self.path / 'whole')
     config = tiny.get_config(num_steps=4, trainer__checkpoint_every=2)
     # Stopped in the middle, as by the power going: by an error in the loop.
-    stream = _FailingStream('step 3/4')
+    stream = interruption.FailingStream('step 3/4')
     with pytest.raises(InterruptedError):
       train.run(config, self.path / 'cut', stream=stream)
     summary, text = _run(config, self.path / 'cut')
@@ -169,16 +170,3 @@ class ResumeTest(parameterized.TestCase):
     self.assertEqual(text.count('evaluation'), 1)
     steps = [r['step'] for r in _records(self.path / 'cut') if 'loss' in r]
     self.assertEqual(steps, [0, 1, 2, 3])
-
-
-class _FailingStream(io.StringIO):
-  """Raises when a text is written that begins as told."""
-
-  def __init__(self, beginning):
-    super().__init__()
-    self._beginning = beginning
-
-  def write(self, text):
-    if text.startswith(self._beginning):
-      raise InterruptedError(text)
-    return super().write(text)

@@ -43,24 +43,33 @@ def _executor(num_heads, num_kv_heads, num_devices):
 class GeneratorShardingTest(parameterized.TestCase):
   @parameterized.parameters(
     # Heads divide: each device has one.
-    (4, 2, (2, 6, 13, 1, 10)),
+    (4, 2, (2, 6, 1, 13, 10)),
     # They do not: each device has half of the slots.
-    (3, 3, (2, 3, 13, 3, 10)),
+    (3, 3, (2, 3, 3, 13, 10)),
   )
   def test_cache_is_shared(self, num_heads, num_kv_heads, shard):
     settings, executor = _executor(num_heads, num_kv_heads, 2)
-    state = executor._state
+    runner = executor._engine._runner
+    state = runner.state
     whole = state.cache.k.shape
     self.assertEqual(state.cache.k.sharding.shard_shape(whole), shard)
-    compiled = decoding.decode_segment.lower(
-      settings.model,
-      executor.abstract_params,
-      state,
-      executor._key,
-      jnp.int32(0),
-      num_steps=settings.segment_length,
-      stop_tokens=(),
-    ).compile()
+    compiled = (
+      decoding.segment_program('cpu')
+      .lower(
+        settings.model,
+        executor.abstract_params,
+        state,
+        runner._key,
+        jnp.int32(0),
+        num_steps=settings.segment_length,
+        stop_tokens=(),
+        min_active=1,
+        read_length=None,
+        max_steps=None,
+        compute_dtype='float32',
+      )
+      .compile()
+    )
     shapes = {
       tuple(map(int, found.split(',')))
       for found in re.findall(r'f32\[([\d,]+)\]', compiled.as_text())

@@ -130,28 +130,6 @@ class AttentionTest(parameterized.TestCase):
         *heads, ids, ids if shared else None, implementation=name
       )
 
-  def test_one_token_against_a_cache_equals_the_last_of_a_sequence(self):
-    queries = _heads(0, _B, _T, _H, _A)
-    keys, values = _heads(1, _B, _T, _K, _A), _heads(2, _B, _T, _K, _A)
-    full = jax.jit(attention.attend)(
-      queries, keys, values, jnp.ones((_B, _T), int), None
-    )
-    # Slot 0 is at token 4, slot 1 at token 2 with other things beyond it.
-    positions = jnp.array([4, 2])
-    here = jnp.arange(_B), positions
-    mixed = jax.jit(attention.attend_cached)(
-      queries[here], keys[here], values[here], keys, values, positions
-    )
-    np.testing.assert_allclose(mixed, full[here], atol=2e-6)
-
-  def test_with_an_empty_cache_a_token_reads_itself(self):
-    keys, values = _heads(1, _B, _K, _A), _heads(2, _B, _K, _A)
-    rubbish = jnp.full((_B, _T, _K, _A), 1e6)
-    mixed = jax.jit(attention.attend_cached)(
-      _heads(0, _B, _H, _A), keys, values, rubbish, rubbish, jnp.zeros(_B, int)
-    )
-    np.testing.assert_allclose(mixed, np.repeat(values, _H // _K, 1))
-
 
 if __name__ == '__main__':
   absltest.main()

@@ -23,6 +23,21 @@ class RotaryTest(parameterized.TestCase):
     np.testing.assert_allclose(rotated[..., :3], expected.real, atol=2e-5)
     np.testing.assert_allclose(rotated[..., 3:], expected.imag, atol=2e-5)
 
+  def test_gradient_is_the_transpose(self):
+    """<g, R x> = <R' g, x>, for heads of several rows."""
+    keys = jax.random.split(jax.random.key(1), 2)
+    x, g = (jax.random.normal(key, (2, 3, 2, 6)) for key in keys)
+    positions = jnp.array([[0, 1, 9], [4, 4, 70]])
+    turn = rotary.rotation(positions, head_dim=6, theta=100.0)
+    y, pull_back = jax.vjp(lambda x: rotary.rotate(x, turn), x)
+    (by_x,) = pull_back(g)
+    for b, t in np.ndindex(2, 3):
+      self.assertAlmostEqual(
+        float(jnp.vdot(g[b, t], y[b, t])),
+        float(jnp.vdot(by_x[b, t], x[b, t])),
+        places=4,
+      )
+
   def test_product_depends_on_the_distance_only(self):
     key = jax.random.key(0)
     x, y = jax.random.normal(key, (2, 1, 1, 8))

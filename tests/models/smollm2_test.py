@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from llamarl_jax.data import arithmetic
 from llamarl_jax.data import chat
 from llamarl_jax.data import tokenizers
 from llamarl_jax.models import llama
+from llamarl_jax.models import quantization
 from tests.oracles import numpy_llama
 
 pytestmark = pytest.mark.skipif(
@@ -38,7 +40,29 @@ def tokenizer(file):
   return tokenizers.BytePairTokenizer(**dataclasses.asdict(file.tokenizer))
 
 
-def test_perplexity_is_that_of_the_numpy_forward(file, tokenizer):
+@pytest.fixture(scope='module')
+def params(file):
+  loaded = gguf.load_params(gguf.find_smollm2(), file.config)
+  return jax.tree.map(jnp.asarray, loaded)
+
+
+@pytest.fixture(scope='module')
+def forward(file):
+  @jax.jit
+  def run(params, tokens):
+    hidden = llama.hidden_states(
+      file.config,
+      params,
+      tokens[None],
+      jnp.arange(len(tokens))[None],
+      jnp.ones_like(tokens)[None],
+    )
+    return jax.nn.log_softmax(llama.logits(file.config, params, hidden)[0])
+
+  return run
+
+
+def test_perplexity_is_that_of_the_numpy_forward(tokenizer, params, forward):
   tokens = np.array(tokenizer.encode(PARAGRAPH), np.int32)
   weights, fields = numpy_llama.read_weights(gguf.find_smollm2())
   logits = numpy_llama.forward(
@@ -52,20 +76,6 @@ def test_perplexity_is_that_of_the_numpy_forward(file, tokenizer):
   )
   expected = numpy_llama.log_probs(logits, tokens)
 
-  path = gguf.find_smollm2()
-  params = jax.tree.map(jnp.asarray, gguf.load_params(path, file.config))
-
-  @jax.jit
-  def forward(params, tokens):
-    hidden = llama.hidden_states(
-      file.config,
-      params,
-      tokens[None],
-      jnp.arange(len(tokens))[None],
-      jnp.ones_like(tokens)[None],
-    )
-    return jax.nn.log_softmax(llama.logits(file.config, params, hidden)[0])
-
   steps = np.arange(len(tokens) - 1)
   actual = np.asarray(forward(params, tokens))[steps, tokens[1:]]
   perplexity = np.exp(-np.mean(actual))
@@ -76,7 +86,7 @@ def test_perplexity_is_that_of_the_numpy_forward(file, tokenizer):
 
   # Had both read the file in a wrong layout, they would agree all the same. So
   # the other layout, the rows left as they lie in the file, must do far worse.
-  size = file.config.head_dim
+  size = params['layers']['attention']['query'].shape[-1]
   to_half_split = np.r_[0:size:2, 1:size:2]
   attention = dict(params['layers']['attention'])
   for name in ('query', 'key'):
@@ -84,6 +94,30 @@ def test_perplexity_is_that_of_the_numpy_forward(file, tokenizer):
   wrong = {**params, 'layers': {**params['layers'], 'attention': attention}}
   wrong_log_probs = np.asarray(forward(wrong, tokens))[steps, tokens[1:]]
   assert np.exp(-np.mean(wrong_log_probs)) > 2 * reference
+
+
+def test_int8_keeps_the_perplexity(tokenizer, params, forward):
+  """Within 1 %, as a mean over tokens that are off by 0.08 nats each.
+
+  Its standard error over 1,000 tokens is 0.4 %; measured over 2,950: + 0.3 %.
+  """
+  text = pathlib.Path(__file__).parents[2].joinpath('LICENSE').read_text()
+  # In windows of one paragraph, for which `forward` is compiled already.
+  length = len(tokenizer.encode(PARAGRAPH))
+  tokens = np.array(tokenizer.encode(text)[: 16 * length], np.int32)
+  windows = tokens.reshape(16, length)
+  quantized = jax.jit(quantization.quantize, static_argnums=1)(params, 'int8')
+  back = jax.jit(quantization.dequantize, static_argnums=1)
+
+  def score(weights):
+    steps = np.arange(length - 1)
+    return np.array(
+      [np.asarray(forward(weights, row))[steps, row[1:]] for row in windows]
+    )
+
+  exact, rounded = score(params), score(back(quantized, jnp.float32))
+  assert abs(np.exp(exact.mean() - rounded.mean()) - 1) < 0.01
+  assert 0.01 < np.abs(rounded - exact).mean() < 0.15
 
 
 def test_prompt_is_these_tokens(file, tokenizer):

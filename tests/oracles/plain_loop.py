@@ -5,14 +5,12 @@ bit for bit, at max_staleness = 0.
 """
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from llamarl_jax import types
 from llamarl_jax.algorithms import registry
+from llamarl_jax.executors import generator
 from llamarl_jax.models import llama
-from llamarl_jax.sampling import decoding
-from llamarl_jax.sampling import segments
+from llamarl_jax.sampling import engine as engine_lib
 from llamarl_jax.sharding import digest
 from llamarl_jax.training import batching
 from llamarl_jax.training import facts
@@ -40,33 +38,24 @@ def run(
     * (s.group_size if s.layout.share_prompts else 1),
   )
   advantage_fn = jax.jit(registry.make_advantage(**s.advantage))
-  sizes = {'max_prompt': g.max_prompt_length, 'max_new': g.max_new_tokens}
-  slots = decoding.init_state(model, g.num_slots, *sizes.values())
+  engine = engine_lib.Engine(
+    model,
+    generator.engine_settings(g),
+    key=jax.random.key(g.seed),
+    stop_tokens=g.tokenizer.stop_ids,
+    decode_text=g.tokenizer.decode,
+  )
   digests = []
   for v in range(steps):
     requests = [
       task.training_request(i)
       for i in range(v * batch_size, (v + 1) * batch_size)
     ]
-    places = [(r, k) for r in requests for k in range(r.num_samples)]
-    filling = segments.pack(
-      [segments.Assignment(r, k, slot) for slot, (r, k) in enumerate(places)],
-      num_slots=g.num_slots,
-      **sizes,
-    )
-    slots = decoding.insert(model, state.params, slots, filling)
-    while np.any(slots.active):
-      slots = decoding.decode_segment(
-        model,
-        state.params,
-        slots,
-        jax.random.key(g.seed),
-        jnp.int32(v),
-        num_steps=g.segment_length,
-        stop_tokens=g.tokenizer.stop_ids,
-      )
-    done = segments.harvest(slots, range(len(places)))
-    groups = [_group(r, done, g.tokenizer, reward_fn) for r in requests]
+    engine.submit(requests)
+    done = []
+    while engine.num_running or engine.num_waiting:
+      done += engine.segment(state.params, v).finished
+    groups = [_group(r, done, reward_fn) for r in requests]
     advantages = jax.device_get(advantage_fn(*facts.group_rewards(groups)))
     batch = batching.build_trajectories(
       groups,
@@ -84,22 +73,13 @@ def run(
   return digests
 
 
-def _group(request, done, tokenizer, reward_fn):
+def _group(request, done, reward_fn):
   """Returns the scored group of one request."""
-  completions = tuple(
-    types.Completion(
-      admission_index=d.admission_index,
-      sample_index=d.sample_index,
-      tokens=d.tokens,
-      log_probs=d.log_probs,
-      versions=d.versions,
-      finish_reason=d.finish_reason,
-      text=tokenizer.decode(d.tokens.tolist()),
-    )
-    for d in done
-    if d.admission_index == request.admission_index
+  completions = sorted(
+    (one.completion for one in done if one.request is request),
+    key=lambda completion: completion.sample_index,
   )
   rewards = tuple(
     reward_fn(request.problem, c.text, c.finish_reason) for c in completions
   )
-  return types.Group(request, completions, rewards)
+  return types.Group(request, tuple(completions), rewards)

@@ -22,7 +22,24 @@ PROMPTS = (
   'Water boils at a temperature of 100',
   'Once upon a time, in a small village by the sea,',
   '<|im_start|>user\nName three colors.<|im_end|>\n<|im_start|>assistant\n',
+  'The largest planet of the solar system is',
+  'import numpy as np\n\ndef mean(values):\n',
+  '1, 2, 3, 4, 5,',
+  'Dear Sir or Madam,\n\nI am writing to',
+  'She opened the door and',
+  'In 1492, Christopher Columbus',
+  'The opposite of hot is',
+  'To make bread, you need flour,',
+  'SELECT name FROM',
+  'A triangle has',
+  'The three states of matter are',
+  'Photosynthesis is the process by which',
+  'Hello',
+  'Q: What is 7 + 5?\nA:',
+  'My favorite book is',
 )
+# Fewer than the prompts: slots are refilled.
+NUM_SLOTS = 8
 
 
 @pytest.fixture(scope='module')
@@ -55,8 +72,8 @@ def _ours(file, tokenizer):
       mesh={'tensor': 1},
       tokenizer=tokenizer,
       seed=0,
-      num_slots=len(PROMPTS),
-      segment_length=NUM_NEW,
+      num_slots=NUM_SLOTS,
+      segment_length=7,
       max_prompt_length=max(map(len, encoded)),
       max_new_tokens=NUM_NEW,
     ),
@@ -103,7 +120,7 @@ def test_same_greedy_continuations(folder, file, tokenizer):
   actual = _ours(file, tokenizer)
   assert actual == expected
   # They say something, and not all the same.
-  assert len({tuple(tokens) for tokens in actual}) == len(PROMPTS)
+  assert len({tuple(tokens) for tokens in actual}) == len(PROMPTS) == 20
 
 
 def test_same_tokens_and_chat(folder, file, tokenizer):

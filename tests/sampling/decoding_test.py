@@ -9,127 +9,50 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 import numpy as np
 
-from llamarl_jax import types
-from llamarl_jax.models import config as config_lib
 from llamarl_jax.models import kv_cache
 from llamarl_jax.models import llama
 from llamarl_jax.sampling import decoding
-from llamarl_jax.sampling import segments
+from llamarl_jax.sampling import slots as slots_lib
 from llamarl_jax.sharding import mesh as mesh_lib
 from llamarl_jax.sharding import rules as rules_lib
 from llamarl_jax.sharding import spec as spec_lib
-
-_CONFIG = config_lib.LlamaConfig(
-  vocab_size=24,
-  width=32,
-  num_layers=2,
-  num_heads=4,
-  num_kv_heads=2,
-  head_dim=8,
-  mlp_width=48,
-  rope_theta=1e4,
-)
-_MAX_PROMPT, _MAX_NEW = 4, 6
-_STOP = (3, 7)
-
-
-@functools.cache
-def _params():
-  """Drawn in numpy: no compilation; logits of about unit variance."""
-  generator = np.random.default_rng(0)
-  return jax.tree.map(
-    lambda spec: jnp.asarray(
-      generator.normal('norm' in spec.logical_axes, 0.18, spec.shape),
-      jnp.float32,
-    ),
-    llama.abstract_params(_CONFIG),
-  )
-
-
-def _request(index, max_new=_MAX_NEW, temperature=1.0):
-  """Prompts of one to four tokens, in turn."""
-  prompt = tuple(10 + (index + i) % 9 for i in range(1 + index % _MAX_PROMPT))
-  problem = types.Problem(index=index, prompt='', answer='')
-  return types.Request(
-    index, types.Stream.TRAIN, problem, prompt, 2, temperature, max_new
-  )
-
-
-def _fill(state, assignments, params=None):
-  filling = segments.pack(
-    [segments.Assignment(*a) for a in assignments],
-    num_slots=state.active.shape[0],
-    max_prompt=_MAX_PROMPT,
-    max_new=_MAX_NEW,
-  )
-  params = _params() if params is None else params
-  return decoding.insert(_CONFIG, params, state, filling)
-
-
-def _segment(state, num_steps=_MAX_NEW, version=0, params=None):
-  return decoding.decode_segment(
-    _CONFIG,
-    _params() if params is None else params,
-    state,
-    jax.random.key(11),
-    jnp.int32(version),
-    num_steps=num_steps,
-    stop_tokens=_STOP,
-  )
-
-
-def _init(num_slots):
-  return decoding.init_state(_CONFIG, num_slots, _MAX_PROMPT, _MAX_NEW)
-
-
-def _generate(wanted, num_slots, num_steps):
-  """Returns (admission, sample) -> Finished, refilling slots as they free."""
-  state = _init(num_slots)
-  waiting, running, done = list(wanted), {}, {}
-  while waiting or running:
-    free = [slot for slot in range(num_slots) if slot not in running]
-    new = [(*waiting.pop(0), slot) for slot in free[: len(waiting)]]
-    if new:
-      state = _fill(state, new)
-      running.update({slot: True for *_, slot in new})
-    state = _segment(state, num_steps)
-    for finished in segments.harvest(state, list(running)):
-      del running[finished.slot]
-      done[finished.admission_index, finished.sample_index] = finished
-  return done
+from tests.oracles import tiny_slots
 
 
 @functools.cache
 def _all_at_once():
   """32 completions of 16 prompts, decoded together in one segment."""
-  wanted = [(_request(i // 2), i % 2) for i in range(32)]
-  return _generate(wanted, num_slots=32, num_steps=_MAX_NEW)
+  wanted = [(i // 2, i % 2) for i in range(32)]
+  return tiny_slots.generate(wanted, num_slots=32, num_steps=tiny_slots.MAX_NEW)
 
 
-def _full_log_probs(finished):
-  """Returns the log-probs of completions by one forward of whole rows."""
-  rows = np.zeros((len(finished), _MAX_PROMPT + _MAX_NEW), np.int32)
-  marks = np.zeros_like(rows)
+def _full_log_probs(finished, whole=False):
+  """Returns the log-probs of completions by one forward of whole rows.
+
+  Of their tokens, or of the `whole` vocabulary.
+  """
+  rows = np.zeros(
+    (len(finished), tiny_slots.MAX_PROMPT + tiny_slots.MAX_NEW), np.int32
+  )
   starts = []
   for row, one in enumerate(finished):
-    prompt = _request(one.admission_index).prompt_tokens
-    sequence = [*prompt, *one.tokens]
+    sequence = [*tiny_slots.prompt(one.admission), *one.tokens]
     rows[row, : len(sequence)] = sequence
-    marks[row, : len(sequence)] = 1
-    starts.append(len(prompt))
+    starts.append(len(sequence) - len(one.tokens))
 
   @jax.jit
-  def score(params, tokens, segment_ids):
+  def score(params, tokens):
     positions = jnp.broadcast_to(
       jnp.arange(tokens.shape[1])[None], tokens.shape
     )
     hidden = llama.hidden_states(
-      _CONFIG, params, tokens, positions, segment_ids
+      tiny_slots.CONFIG, params, tokens, positions, jnp.ones_like(tokens)
     )
-    scores = jax.nn.log_softmax(llama.logits(_CONFIG, params, hidden))
-    return jnp.take_along_axis(scores[:, :-1], tokens[:, 1:, None], 2)[..., 0]
+    return jax.nn.log_softmax(llama.logits(tiny_slots.CONFIG, params, hidden))
 
-  scores = np.asarray(score(_params(), rows, marks))
+  scores = np.asarray(score(tiny_slots.params(), rows))[:, :-1]
+  if not whole:
+    scores = np.take_along_axis(scores, rows[:, 1:, None], 2)[..., 0]
   return [
     scores[row, start - 1 : start - 1 + len(one.tokens)]
     for row, (start, one) in enumerate(zip(starts, finished, strict=True))
@@ -140,7 +63,7 @@ class DecodingTest(parameterized.TestCase):
   def _assert_same(self, one, other):
     np.testing.assert_array_equal(one.tokens, other.tokens)
     np.testing.assert_allclose(one.log_probs, other.log_probs, atol=2e-5)
-    self.assertEqual(one.finish_reason, other.finish_reason)
+    self.assertEqual(one.finish, other.finish)
 
   def test_log_probs_equal_the_full_forward(self):
     """32 slots, to 2e-5; both ways to finish occur, the stop token kept."""
@@ -148,23 +71,31 @@ class DecodingTest(parameterized.TestCase):
     self.assertLen(finished, 32)
     for one, expected in zip(finished, _full_log_probs(finished), strict=True):
       np.testing.assert_allclose(one.log_probs, expected, atol=2e-5)
-      stopped = one.finish_reason == types.FinishReason.STOP
-      self.assertEqual(one.tokens[-1] in _STOP, stopped)
-      self.assertFalse(set(one.tokens[:-1].tolist()) & set(_STOP))
+      stopped = one.finish == slots_lib.STOPPED
+      self.assertEqual(one.tokens[-1] in tiny_slots.STOP, stopped)
+      self.assertFalse(set(one.tokens[:-1].tolist()) & set(tiny_slots.STOP))
       if not stopped:
-        self.assertLen(one.tokens, _MAX_NEW)
-    reasons = {one.finish_reason for one in finished}
-    self.assertEqual(reasons, set(types.FinishReason))
+        self.assertLen(one.tokens, tiny_slots.MAX_NEW)
+    ways = {one.finish for one in finished}
+    self.assertEqual(ways, {slots_lib.STOPPED, slots_lib.FULL})
     lengths = {len(one.tokens) for one in finished}
     self.assertGreater(len(lengths), 2)
 
-  @parameterized.parameters((1, 1, 6), (3, 2, 16))
+  @parameterized.parameters(
+    (1, 1, 6, False), (3, 2, 16, False), (3, 2, 16, True)
+  )
   def test_a_completion_depends_on_its_address_only(
-    self, num_slots, num_steps, count
+    self, num_slots, num_steps, count, stacked
   ):
-    """Not on slots, batch, order of admission, or length of segments."""
-    wanted = [(_request(i // 2), i % 2) for i in reversed(range(count))]
-    for address, one in _generate(wanted, num_slots, num_steps).items():
+    """Not on slots, batch, order of admission, or length of segments.
+
+    Nor on whether the layers are taken apart.
+    """
+    settings = {'weights': tiny_slots.params()} if stacked else {'max_steps': 2}
+    wanted = [(i // 2, i % 2) for i in reversed(range(count))]
+    for address, one in tiny_slots.generate(
+      wanted, num_slots, num_steps, **settings
+    ).items():
       self._assert_same(one, _all_at_once()[address])
 
   def test_samples_of_a_group_differ(self):
@@ -176,18 +107,12 @@ class DecodingTest(parameterized.TestCase):
     self.assertLess(sum(same), 4)
 
   def test_limits_temperatures_and_stop_in_one_batch(self):
-    state = _fill(
-      _init(3),
-      [
-        (_request(0, max_new=1), 0, 0),
-        (_request(1, temperature=0.0), 0, 1),
-        (_request(1, temperature=0.0), 1, 2),
-      ],
-    )
-    state = _segment(state)
-    short, greedy, again = segments.harvest(state, range(3))
+    state = tiny_slots.fill(tiny_slots.empty(3), [(0, 0, 0)], max_new=1)
+    state = tiny_slots.fill(state, [(1, 0, 1), (1, 1, 2)], temperature=0.0)
+    state = tiny_slots.segment(state)
+    short, greedy, again = tiny_slots.harvest(state, range(3)).values()
     self.assertLen(short.tokens, 1)
-    self.assertEqual(short.finish_reason, types.FinishReason.LENGTH)
+    self.assertEqual(short.finish, slots_lib.FULL)
     # Greedy ignores its key; its log-probs are those of temperature 1.
     np.testing.assert_array_equal(greedy.tokens, again.tokens)
     np.testing.assert_allclose(
@@ -198,19 +123,19 @@ class DecodingTest(parameterized.TestCase):
     admission, sample = next(
       address for address, one in _all_at_once().items() if len(one.tokens) == 1
     )
-    state = _fill(_init(3), [(_request(admission), sample, 0)])
-    state = _segment(state, num_steps=2)
-    (stopped,) = segments.harvest(state, range(3))
+    state = tiny_slots.fill(tiny_slots.empty(3), [(admission, sample, 0)])
+    state = tiny_slots.segment(state, num_steps=2)
+    (stopped,) = tiny_slots.harvest(state, range(3)).values()
     self.assertLen(stopped.tokens, 1)
-    self.assertEqual(stopped.finish_reason, types.FinishReason.STOP)
-    state = _fill(state, [(_request(2), 0, 2)])
+    self.assertEqual(stopped.finish, slots_lib.STOPPED)
+    state = tiny_slots.fill(state, [(2, 0, 2)])
 
     def rows(state):
       cache = state.cache.k[:, 0], state.cache.v[:, 0]
       return jax.tree.map(np.array, (state.replace(cache=None), *cache))
 
     before = rows(state)
-    after = rows(_segment(state, num_steps=2, version=9))
+    after = rows(tiny_slots.segment(state, num_steps=2, version=9))
     self.assertEqual(after[0].num_new.tolist(), [1, 0, 2])
     for was, now in zip(
       jax.tree.leaves(before[0]), jax.tree.leaves(after[0]), strict=True
@@ -221,12 +146,12 @@ class DecodingTest(parameterized.TestCase):
 
   def test_version_is_of_the_weights_that_sampled(self):
     """A completion goes on under new weights; its past is not rewritten."""
-    state = _fill(_init(3), [(_request(4), 0, 1)])
-    state = _segment(state, num_steps=2, version=5)
+    state = tiny_slots.fill(tiny_slots.empty(3), [(4, 0, 1)])
+    state = tiny_slots.segment(state, num_steps=2, version=5)
     before = jax.tree.map(np.array, (state.tokens, state.log_probs))
-    changed = jax.tree.map(lambda x: -x, _params())
-    state = _segment(state, num_steps=2, version=8, params=changed)
-    state = _segment(state, num_steps=2, version=9)
+    changed = jax.tree.map(lambda x: -x, tiny_slots.params())
+    state = tiny_slots.segment(state, num_steps=2, version=8, weights=changed)
+    state = tiny_slots.segment(state, num_steps=2, version=9)
     tokens, log_probs = np.asarray(state.tokens), np.asarray(state.log_probs)
     count = int(state.num_new[1])
     self.assertGreater(count, 2)
@@ -236,15 +161,63 @@ class DecodingTest(parameterized.TestCase):
     np.testing.assert_array_equal(tokens[1, :2], before[0][1, :2])
     np.testing.assert_array_equal(log_probs[1, :2], before[1][1, :2])
 
-  def test_two_devices_equal_one(self):
+  def test_no_stop_token_before_it_is_allowed(self):
+    """Those asked for early stop otherwise; the log-probs are of what is left.
+
+    Of softmax over all but the stop tokens: log p - log(1 - p(stop tokens)).
+    """
+    early = [
+      address for address, one in _all_at_once().items() if len(one.tokens) < 3
+    ]
+    self.assertGreater(len(early), 2)
+    state = tiny_slots.fill(
+      tiny_slots.empty(32), [(*a, i) for i, a in enumerate(early)], min_new=3
+    )
+    done = tiny_slots.harvest(tiny_slots.segment(state), range(len(early)))
+    scores = _full_log_probs(list(done.values()), whole=True)
+    for one, expected in zip(done.values(), scores, strict=True):
+      self.assertGreaterEqual(len(one.tokens), 3)
+      self.assertFalse(set(one.tokens[:2].tolist()) & set(tiny_slots.STOP))
+      stops = np.exp(expected[:2, tiny_slots.STOP]).sum(axis=-1)
+      chosen = expected[np.arange(2), one.tokens[:2]]
+      np.testing.assert_allclose(
+        one.log_probs[:2], chosen - np.log1p(-stops), atol=2e-5
+      )
+
+  def test_ends_early_and_reads_no_more_than_it_must(self):
+    """With 2 of 3 slots active where 3 are wanted, after the first token."""
+    state = tiny_slots.fill(tiny_slots.empty(3), [(0, 0, 0)], max_new=1)
+    state = tiny_slots.fill(
+      state, [(5, 0, 1), (5, 1, 2)], temperature=0.0, min_new=3
+    )
+    state = tiny_slots.segment(state, min_active=3, read_length=5)
+    self.assertEqual(state.num_new.tolist(), [1, 1, 1])
+    # The prompt of admission 5 has two tokens: one more is read by now.
+    cache = np.asarray(state.cache.k)
+    self.assertTrue(np.any(cache[:, 1, :, 1]))
+    self.assertFalse(np.any(cache[:, 1, :, 2:]))
+    state = tiny_slots.segment(state, num_steps=2, read_length=5)
+    self.assertEqual(state.num_new.tolist(), [1, 3, 3])
+    state = tiny_slots.segment(state)
+    short, one, again = tiny_slots.harvest(state, range(3)).values()
+    np.testing.assert_array_equal(one.tokens, again.tokens)
+    whole = tiny_slots.fill(
+      tiny_slots.empty(3), [(5, 0, 1)], temperature=0.0, min_new=3
+    )
+    (at_once,) = tiny_slots.harvest(tiny_slots.segment(whole), [1]).values()
+    self._assert_same(one, at_once)
+    self.assertLen(short.tokens, 1)
+
+  @parameterized.parameters(False, True)
+  def test_two_devices_equal_one(self, stacked):
     mesh = mesh_lib.make_mesh({'tensor': 2}, jax.devices()[:2])
     rules = rules_lib.GENERATOR_RULES
     shardings, _ = rules_lib.shardings(
-      llama.abstract_params(_CONFIG), mesh, rules
+      llama.abstract_params(tiny_slots.CONFIG), mesh, rules
     )
-    params = jax.device_put(_params(), shardings)
+    params = jax.device_put(tiny_slots.params(), shardings)
     whole = rules_lib.replicated(mesh)
-    state = _init(3)
+    state = tiny_slots.empty(3)
     axes = kv_cache.LOGICAL_AXES
     heads = NamedSharding(
       mesh,
@@ -255,12 +228,14 @@ class DecodingTest(parameterized.TestCase):
     layout = jax.tree.map(lambda _: whole, state)
     layout = layout.replace(cache=kv_cache.KVCache(heads, heads))
     state = jax.device_put(state, layout)
-    state = _fill(state, [(_request(i), 0, i) for i in range(3)], params)
-    state = _segment(state, params=params)
+    state = tiny_slots.fill(state, [(i, 0, i) for i in range(3)], params)
+    if not stacked:
+      params = decoding.prepare(tiny_slots.CONFIG, params)
+      self.assertFalse(params['head'].sharding.is_fully_replicated)
+    state = tiny_slots.segment(state, weights=params)
     self.assertFalse(state.cache.k.sharding.is_fully_replicated)
-    for one in segments.harvest(state, range(3)):
-      address = one.admission_index, one.sample_index
-      self._assert_same(one, _all_at_once()[address])
+    for one in tiny_slots.harvest(state, range(3)).values():
+      self._assert_same(one, _all_at_once()[one.admission, one.sample])
 
 
 if __name__ == '__main__':

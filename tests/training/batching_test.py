@@ -10,6 +10,27 @@ _PAD = 9
 
 
 class BatchingTest(parameterized.TestCase):
+  @parameterized.parameters(
+    # Versions of the completions: 3 3 4 | 4 | 2 | 4 4, at version 5.
+    (1, [[0, 0, 0, 0, 1, 0], [0, 0, 1, 0, 0, 0], [0] * 6, [0, 1, 1, 0, 0, 0]]),
+    (
+      2,
+      [[0, 0, 1, 1, 1, 0], [0, 0, 1, 0, 0, 0], [0] * 6, [0, 1, 1, 0, 0, 0]],
+    ),
+  )
+  def test_old_tokens_are_left_out(self, age, expected):
+    advantages = np.float32([[0.75, -0.75], [0.25, -0.25]])
+    whole = batching.build_trajectories(
+      groups_lib.literal_groups(), advantages, row_length=6, pad_token=_PAD
+    )
+    rows, left_out = batching.mask_old_tokens(whole, version=5, max_age=age)
+    mask = np.array(expected, bool)
+    np.testing.assert_array_equal(rows.completion_mask, mask)
+    np.testing.assert_array_equal(rows.advantages, whole.advantages * mask)
+    np.testing.assert_array_equal(rows.tokens, whole.tokens)
+    # Of 7 tokens.
+    self.assertAlmostEqual(left_out, 1 - mask.sum() / 7)
+
   def test_rows_are_the_literal_ones(self):
     advantages = np.float32([[0.75, -0.75], [0.25, -0.25]])
     rows = batching.build_trajectories(

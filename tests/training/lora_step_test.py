@@ -36,15 +36,6 @@ _CONFIG = config_lib.LlamaConfig(
 )
 
 
-def setUpModule():
-  # Compiling is most of the time here, and speed does not matter.
-  jax.config.update('jax_disable_most_optimizations', True)
-
-
-def tearDownModule():
-  jax.config.update('jax_disable_most_optimizations', False)
-
-
 @functools.cache
 def _params():
   rng = np.random.default_rng(0)

@@ -207,7 +207,9 @@ class PackingTest(parameterized.TestCase):
       constant_length=5,
     )
     optimizer = optax.sgd(1.0)
-    params = llama.init_params(_CONFIG, jax.random.key(0))
+    params = jax.jit(llama.init_params, static_argnums=0)(
+      _CONFIG, jax.random.key(0)
+    )
     results = []
     for layout, micro_batches in (
       (packing.Layout(8), 8),

@@ -83,7 +83,16 @@ def _rows(share_prompts, length=14, plan=None):
 
 @functools.cache
 def _params():
-  return llama.init_params(_CONFIG, jax.random.key(0))
+  return jax.jit(llama.init_params, static_argnums=0)(
+    _CONFIG, jax.random.key(0)
+  )
+
+
+_score = jax.jit(
+  functools.partial(
+    scoring.policy_log_probs, _CONFIG, temperature=0.7, max_completion=11
+  )
+)
 
 
 def _scored(values, rows):
@@ -117,14 +126,9 @@ class SharedPromptsTest(parameterized.TestCase):
     self.assertEqual(batching.row_length(_groups(), 1), 3 + 4)
 
   def test_log_probs_are_those_of_separate_rows(self):
-    score = jax.jit(
-      functools.partial(
-        scoring.policy_log_probs, _CONFIG, temperature=0.7, max_completion=11
-      )
-    )
     shared, apart = _rows(True), _rows(False)
     for ours, theirs in zip(
-      score(_params(), shared), score(_params(), apart), strict=True
+      _score(_params(), shared), _score(_params(), apart), strict=True
     ):
       np.testing.assert_allclose(
         _scored(ours, shared), _scored(theirs, apart), atol=1e-5
@@ -157,16 +161,11 @@ class SharedPromptsTest(parameterized.TestCase):
 
   def test_a_completion_does_not_see_its_siblings(self):
     rows = _rows(True)
-    score = jax.jit(
-      functools.partial(
-        scoring.policy_log_probs, _CONFIG, temperature=1.0, max_completion=11
-      )
-    )
-    before, _ = score(_params(), rows)
+    before, _ = _score(_params(), rows)
     changed = rows.replace(tokens=rows.tokens.copy())
     first = rows.segment_ids == 2
     changed.tokens[first] = (changed.tokens[first] + 1) % 11
-    after, _ = score(_params(), changed)
+    after, _ = _score(_params(), changed)
     others = (rows.segment_ids > 2) & rows.completion_mask
     np.testing.assert_array_equal(
       np.asarray(before)[others], np.asarray(after)[others]

@@ -60,7 +60,9 @@ def _batch(mesh):
 def _train(mesh, *, offload_optimizer):
   """Returns the state after two steps."""
   _, shardings = _plan(mesh, offload_optimizer=offload_optimizer)
-  params = llama.init_params(_MODEL, jax.random.key(0))
+  params = jax.jit(llama.init_params, static_argnums=0)(
+    _MODEL, jax.random.key(0)
+  )
   state = jax.device_put(
     state_lib.init_train_state(params, _OPTIMIZER), shardings
   )

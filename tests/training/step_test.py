@@ -1,3 +1,5 @@
+"""The train step against one gradient of the whole mean loss."""
+
 import functools
 
 from absl.testing import absltest
@@ -9,76 +11,17 @@ import numpy as np
 import optax
 
 from llamarl_jax import types
-from llamarl_jax.models import config as config_lib
-from llamarl_jax.models import llama
-from llamarl_jax.training import batching
 from llamarl_jax.training import optimizer as optimizers
 from llamarl_jax.training import scoring
 from llamarl_jax.training import state as states
 from llamarl_jax.training import step as steps
+from tests.oracles import plain_scoring
 
-_CONFIG = config_lib.LlamaConfig(
-  vocab_size=11,
-  width=16,
-  num_layers=2,
-  num_heads=2,
-  num_kv_heads=1,
-  head_dim=8,
-  mlp_width=24,
-  rope_theta=1e4,
-)
-_ROWS = 8
-_TEMPERATURE = 0.7
+_CONFIG = plain_scoring.CONFIG
+_TEMPERATURE = plain_scoring.TEMPERATURE
+_params = plain_scoring.params
+_batch = plain_scoring.batch
 _FULL = scoring.Computation(remat='full')
-# Unequal on purpose: micro-batches of 2 hold from 4 to 9 tokens.
-_PROMPT_LENGTHS = (1, 2, 3, 2, 4, 1, 2, 3)
-_COMPLETION_LENGTHS = (5, 1, 2, 4, 3, 5, 1, 4)
-
-
-def setUpModule():
-  # Compiling is most of the time here, and speed does not matter.
-  jax.config.update('jax_disable_most_optimizations', True)
-
-
-def tearDownModule():
-  jax.config.update('jax_disable_most_optimizations', False)
-
-
-@functools.cache
-def _params():
-  rng = np.random.default_rng(0)
-  return jax.tree.map(
-    lambda spec: np.float32(rng.normal(size=spec.shape) / 3),
-    llama.abstract_params(_CONFIG),
-  )
-
-
-@functools.cache
-def _jitted_log_probs(max_completion, temperature=_TEMPERATURE):
-  return jax.jit(
-    functools.partial(
-      scoring.policy_log_probs,
-      _CONFIG,
-      temperature=temperature,
-      max_completion=max_completion,
-    )
-  )
-
-
-def _batch():
-  rng = np.random.default_rng(1)
-  rows = batching.empty_rows(_ROWS, 8, pad_token=0)
-  lengths = zip(_PROMPT_LENGTHS, _COMPLETION_LENGTHS, strict=True)
-  for row, (prompt, completion) in enumerate(lengths):
-    where = batching.place_sequence(
-      rows,
-      row,
-      rng.integers(11, size=prompt),
-      rng.integers(11, size=completion),
-    )
-    rows.advantages[row, where] = rng.normal()
-    rows.behavior_log_probs[row, where] = rng.uniform(-3, -1, completion)
-  return rows
 
 
 def _loss(log_probs, batch):
@@ -132,24 +75,7 @@ def _state(learning_rate=0.05):
   return states.init_train_state(_params(), _optimizer(learning_rate))
 
 
-def _full_log_probs(params, batch):
-  """The plain way: logits everywhere, shifted by one."""
-  hidden = llama.hidden_states(
-    _CONFIG, params, batch.tokens, batch.positions, batch.segment_ids
-  )
-  logits = llama.logits(_CONFIG, params, hidden) / _TEMPERATURE
-  table = jax.nn.log_softmax(logits, axis=-1)
-  scored = jnp.take_along_axis(table[:, :-1], batch.tokens[:, 1:, None], -1)
-  entropy = -jnp.sum(jnp.exp(table) * table, axis=-1)[:, :-1]
-
-  def shift(values):
-    values = jnp.pad(values, ((0, 0), (1, 0)))
-    return jnp.where(batch.completion_mask, values, 0.0)
-
-  return shift(scored[..., 0]), shift(entropy)
-
-
-_jitted_full_log_probs = jax.jit(_full_log_probs)
+_jitted_full_log_probs = jax.jit(plain_scoring.log_probs_and_entropy)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -157,7 +83,9 @@ def _direct_update(loss_fn, params, opt_state, batch):
   """The update by a gradient of the whole mean loss, without any split."""
 
   def mean_loss(params):
-    total, count = loss_fn(_full_log_probs(params, batch)[0], batch).loss
+    total, count = loss_fn(
+      plain_scoring.log_probs_and_entropy(params, batch)[0], batch
+    ).loss
     return total / count
 
   loss, grads = jax.value_and_grad(mean_loss)(params)
@@ -165,53 +93,6 @@ def _direct_update(loss_fn, params, opt_state, batch):
   norm = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))
   params = jax.tree.map(lambda p, u: p + u, params, updates)
   return params, opt_state, loss, norm
-
-
-class PolicyLogProbsTest(parameterized.TestCase):
-  @parameterized.parameters(5, 100)
-  def test_equals_full_logits(self, max_completion):
-    batch = _batch()
-    log_probs, entropy = _jitted_log_probs(max_completion)(_params(), batch)
-    expected = _jitted_full_log_probs(_params(), batch)
-    # Sums of 16 products in another order: a few float32 roundings.
-    chex.assert_trees_all_close((log_probs, entropy), expected, atol=1e-5)
-    self.assertTrue(np.all(np.asarray(log_probs)[~batch.completion_mask] == 0))
-    self.assertTrue(np.all(np.asarray(log_probs)[batch.completion_mask] < 0))
-
-  def test_packed_rows_score_as_single_ones(self):
-    """Two sequences in one row, each with its own segment and positions."""
-    single = _batch()
-    lengths = [
-      p + c for p, c in zip(_PROMPT_LENGTHS, _COMPLETION_LENGTHS, strict=True)
-    ]
-    packed = batching.empty_rows(4, 16, pad_token=0)
-    for row in range(4):
-      start = 0
-      for segment, source in enumerate((row, row + 4), start=1):
-        stop = start + lengths[source]
-        take = slice(0, lengths[source])
-        packed.tokens[row, start:stop] = single.tokens[source, take]
-        packed.completion_mask[row, start:stop] = single.completion_mask[
-          source, take
-        ]
-        packed.positions[row, start:stop] = single.positions[source, take]
-        packed.segment_ids[row, start:stop] = segment
-        start = stop
-    apart = np.asarray(_jitted_log_probs(5)(_params(), single)[0])
-    together = np.asarray(_jitted_log_probs(10)(_params(), packed)[0])
-    for row in range(4):
-      expected = np.concatenate(
-        [apart[s, : lengths[s]] for s in (row, row + 4)]
-      )
-      np.testing.assert_allclose(
-        together[row, : expected.size], expected, atol=1e-5
-      )
-
-  def test_completions_beyond_the_limit_do_not_pass_silently(self):
-    log_probs, _ = _jitted_log_probs(4)(_params(), _batch())
-    lost = np.isnan(log_probs)
-    # Two rows have five completion tokens: the fifth of each has no place.
-    np.testing.assert_array_equal(np.argwhere(lost), [[0, 5], [5, 5]])
 
 
 class TrainStepTest(parameterized.TestCase):

@@ -23,15 +23,6 @@ _CONFIG = config_lib.LlamaConfig(
 )
 
 
-def setUpModule():
-  # Compiling is most of the time here, and speed does not matter.
-  jax.config.update('jax_disable_most_optimizations', True)
-
-
-def tearDownModule():
-  jax.config.update('jax_disable_most_optimizations', False)
-
-
 class SupervisedTest(parameterized.TestCase):
   def test_loss_is_the_mean_over_completion_tokens(self):
     rows = supervised.supervised_trajectories(

@@ -18,6 +18,8 @@ from llamarl_jax.controller import program
 from llamarl_jax.controller.launchers import base
 from llamarl_jax.runtime import host_memory
 
+_DEVICE_FLAG = '--xla_force_host_platform_device_count'
+
 
 class _Process:
   """Lives in the executor's process; commands reach the executor by name."""
@@ -137,9 +139,14 @@ class RayLauncher:
     if self._platform == 'cpu' or not node.num_devices:
       count = max(node.num_devices, 1)
       environment['JAX_PLATFORMS'] = 'cpu'
-      environment['XLA_FLAGS'] = (
-        f'--xla_force_host_platform_device_count={count}'
-      )
+      # Programs are to be compiled as in this process, for as many devices as
+      # the executor has.
+      flags = [
+        flag
+        for flag in os.environ.get('XLA_FLAGS', '').split()
+        if not flag.startswith(_DEVICE_FLAG)
+      ]
+      environment['XLA_FLAGS'] = ' '.join([*flags, f'{_DEVICE_FLAG}={count}'])
     elif self._platform == 'gpu':
       num_gpus = node.num_devices
     # Typed for fewer options than it takes.
