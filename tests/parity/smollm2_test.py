@@ -93,15 +93,16 @@ def _ours(file, tokenizer):
     )
     for i, (prompt, tokens) in enumerate(zip(PROMPTS, encoded, strict=True))
   ]
-  groups = []
+  groups, inputs = [], requests
   while len(groups) < len(requests):
-    groups.extend(executor.step(requests, None).outputs)
-    requests = []
+    groups.extend(executor.step(inputs, None).outputs)
+    inputs = []
   executor.close()
   groups.sort(key=lambda group: group.request.admission_index)
   return [list(map(int, group.completions[0].tokens)) for group in groups]
 
 
+@pytest.mark.timeout(1200)
 def test_same_greedy_continuations(folder, file, tokenizer):
   theirs = transformers.AutoTokenizer.from_pretrained(folder)
   model = transformers.AutoModelForCausalLM.from_pretrained(
