@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from llamarl_jax import types
 from llamarl_jax.models import cached_attention
 from llamarl_jax.models import config as config_lib
+from llamarl_jax.models import inference
 from llamarl_jax.models import kv_cache
 from llamarl_jax.models import llama
 from llamarl_jax.models import quantization
@@ -58,14 +59,9 @@ def take_apart(
     params: tree as `llama.abstract_params` describes it, or quantized.
     compute_dtype: of the factors of matrix products.
   """
-
-  def cast(path: jax.tree_util.KeyPath, leaf: jax.Array) -> jax.Array:
-    # Norms are computed in float32, with weights as the trainer has them.
-    is_norm = 'norm' in jax.tree_util.keystr(path)
-    return leaf if is_norm else leaf.astype(compute_dtype)
-
-  whole = quantization.dequantize(params, compute_dtype)
-  whole = jax.tree_util.tree_map_with_path(cast, whole)
+  whole = inference.cast_matrices(
+    quantization.dequantize(params, compute_dtype), compute_dtype
+  )
   apart = {name: leaf for name, leaf in whole.items() if name != 'layers'}
   apart['layers'] = tuple(
     jax.tree.map(lambda leaf, i=i: leaf[i], whole['layers'])

@@ -5,6 +5,7 @@ are those of `llama`, which runs whole sequences.
 """
 
 import functools
+from typing import Any
 
 import chex
 import flax.struct
@@ -141,3 +142,27 @@ def decode_step(
     positions[:, None],
   )
   return scores, cache
+
+
+def cast_matrices(
+  params: types.Params, dtype: jax.typing.DTypeLike
+) -> types.Params:
+  """Returns the factors of matrix products in `dtype`, once for many steps.
+
+  Quantized weights stay as they are: each layer restores its own.
+
+  Args:
+    params: of the model, or quantized.
+    dtype: of the factors.
+  """
+
+  def cast(path: jax.tree_util.KeyPath, leaf: Any) -> Any:
+    # Norms are computed in float32, with weights as the trainer has them.
+    is_norm = 'norm' in jax.tree_util.keystr(path)
+    if is_norm or quantization.is_quantized(leaf):
+      return leaf
+    return leaf.astype(dtype)
+
+  return jax.tree_util.tree_map_with_path(
+    cast, params, is_leaf=quantization.is_quantized
+  )

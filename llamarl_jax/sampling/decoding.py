@@ -18,7 +18,6 @@ from llamarl_jax.models import apart
 from llamarl_jax.models import config as config_lib
 from llamarl_jax.models import inference
 from llamarl_jax.models import kv_cache
-from llamarl_jax.models import quantization
 from llamarl_jax.sampling import keys as keys_lib
 from llamarl_jax.sampling import samplers
 from llamarl_jax.sampling import slots as slots_lib
@@ -104,27 +103,6 @@ def _record(
     log_probs=jnp.where(here, sampled.log_probs[:, None], state.log_probs),
     versions=jnp.where(here, version, state.versions),
     finish=finish,
-  )
-
-
-def _cast_matrices(
-  params: types.Params, dtype: jax.typing.DTypeLike
-) -> types.Params:
-  """Returns the factors of matrix products in `dtype`, once for all steps."""
-  if jax.default_backend() == 'cpu':
-    # Converting a layer costs about as much as its products with few slots.
-    # Accelerators convert as they read, and have no memory for a second model.
-    params = quantization.dequantize(params, dtype)
-
-  def cast(path: jax.tree_util.KeyPath, leaf: Any) -> Any:
-    # Norms are computed in float32, with weights as the trainer has them.
-    is_norm = 'norm' in jax.tree_util.keystr(path)
-    if is_norm or quantization.is_quantized(leaf):
-      return leaf
-    return leaf.astype(dtype)
-
-  return jax.tree_util.tree_map_with_path(
-    cast, params, is_leaf=quantization.is_quantized
   )
 
 
@@ -257,7 +235,7 @@ def _decode_segment(
     )
   else:
     room = length
-    params = _cast_matrices(params, compute_dtype)
+    params = inference.cast_matrices(params, compute_dtype)
     memory = jax.tree.map(lambda x: x[:, :, :, :length], whole)
     decode = functools.partial(
       _step_stacked, config, params, length, compute_dtype

@@ -1,36 +1,15 @@
 """An engine whose layers 2 or 4 devices share makes what one device makes."""
 
-import json
-import os
-import pathlib
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 
+from tests.oracles import device_program
 from tests.sampling import four_devices as program
 
 
 @pytest.fixture(scope='module')
 def results():
-  root = pathlib.Path(__file__).parents[2]
-  environment = {
-    **os.environ,
-    'PYTHONPATH': str(root),
-    # The last of two equal flags counts.
-    'XLA_FLAGS': os.environ['XLA_FLAGS']
-    + ' --xla_force_host_platform_device_count=4',
-  }
-  run = subprocess.run(
-    [sys.executable, '-W', 'error', program.__file__],
-    env=environment,
-    capture_output=True,
-    text=True,
-    check=False,
-  )
-  assert run.returncode == 0, run.stderr
-  return json.loads(run.stdout)
+  return device_program.run(program.__file__, 4)
 
 
 @pytest.mark.parametrize('model', program.MODELS)

@@ -1,14 +1,10 @@
 """Eight simulated devices compute what one does, under every kind of mesh."""
 
 import itertools
-import json
-import os
-import pathlib
-import subprocess
-import sys
 
 import pytest
 
+from tests.oracles import device_program
 from tests.sharding import eight_devices as program
 
 # Float32 sums in another order: each of the few hundred terms of a sum may be
@@ -19,23 +15,7 @@ _ROUNDING = 1e-5
 
 @pytest.fixture(scope='module')
 def results():
-  root = pathlib.Path(__file__).parents[2]
-  environment = {
-    **os.environ,
-    'PYTHONPATH': str(root),
-    # The last of two equal flags counts.
-    'XLA_FLAGS': os.environ['XLA_FLAGS']
-    + ' --xla_force_host_platform_device_count=8',
-  }
-  run = subprocess.run(
-    [sys.executable, '-W', 'error', program.__file__],
-    env=environment,
-    capture_output=True,
-    text=True,
-    check=False,
-  )
-  assert run.returncode == 0, run.stderr
-  return json.loads(run.stdout)
+  return device_program.run(program.__file__, 8)
 
 
 @pytest.mark.parametrize('case', program.CASES)
