@@ -26,6 +26,10 @@ from llamarl_jax.sharding import spec as spec_lib
 # lanes differ in them, so that values exchanged between places show.
 _COLUMN = (0x9E3779B1, 0xC2B2AE3D)
 _ROW = (0x27D4EB2F, 0x165667B1)
+# Programs begun and not done. XLA's CPU client lets 32 a device be in flight; a
+# device that waits for room holds the thread that another device needs to reach
+# its collective, and the process hangs.
+_MAX_IN_FLIGHT = 8
 _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
 
@@ -42,9 +46,12 @@ def tree_digests(params: Any) -> dict[str, int]:
   if not leaves:
     return {}
   # A program a leaf, and not one of the tree: leaves of one kind share it.
-  lanes = jax.device_get(
-    [_program(_everywhere(leaf))(leaf) for leaf in leaves.values()]
-  )
+  lanes = []
+  for leaf in leaves.values():
+    lanes.append(_program(_everywhere(leaf))(leaf))
+    if len(lanes) > _MAX_IN_FLIGHT:
+      lanes[-1 - _MAX_IN_FLIGHT].block_until_ready()
+  lanes = jax.device_get(lanes)
   return {
     path: (int(high) << 32) | int(low)
     for path, (high, low) in zip(leaves, lanes, strict=True)
